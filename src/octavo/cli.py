@@ -1,0 +1,141 @@
+"""The command `octavo`.
+
+One function a command; what it needs is imported inside it, so that `octavo --help` stays quick. A command raises
+`UserError` (or any `ValueError` named in `_fail`'s callers) for what the user can mend: one line and exit status 2.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from octavo._version import __version__
+
+app = typer.Typer(
+    name="octavo",
+    help="8-bit floating-point training and faster kernels behind PyTorch's own operators.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+# Typer's base of all errors in what was typed; it comes from click, which newer typer versions carry inside.
+UsageMistake = typer.BadParameter.__mro__[2]
+EXIT_BAD_INPUT = 2
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Runs the command line and exits: 0 done, 1 failed on the way, 2 for input that cannot work."""
+    try:
+        status = app(arguments, prog_name="octavo", standalone_mode=False)
+    except UsageMistake as mistake:
+        context = getattr(mistake, "ctx", None)
+        command = context.command_path if context else "octavo"
+        status = _bad_input(f"{mistake.format_message()} See '{command} --help'.")  # type: ignore[attr-defined]
+    except (KeyboardInterrupt, typer.Abort):
+        status = 130
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _bad_input(message: str) -> int:
+    from rich.console import Console
+
+    line = " ".join(message.split())
+    Console(stderr=True).print(f"octavo: {line}", style="red", soft_wrap=True, highlight=False, markup=False)
+    return EXIT_BAD_INPUT
+
+
+def _names(values: list[str] | None) -> list[str]:
+    """Names from options that may be repeated and may each hold several, separated by commas."""
+    return [name.strip() for value in values or [] for name in value.split(",") if name.strip()]
+
+
+@app.callback(invoke_without_command=True)
+def _octavo(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+) -> None:
+    if version:
+        typer.echo(f"octavo {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    model: Annotated[
+        str, typer.Option(help="llama3-debug (4.9 M parameters), llama3-1b, llama3-8b or llama3-70b.")
+    ] = "llama3-debug",
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Precision of the linear layers: bf16, tensorwise, rowwise, rowwise_with_gw_hp, blockwise or mxfp8. "
+            "Several with commas or by repeating the option.",
+            show_default="rowwise",
+        ),
+    ] = None,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(help="Recipes to train as well; differences are stated against the first one."),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="A text file or a folder of them.", show_default="the Python standard library's source"
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 200,
+    seq_len: Annotated[int, typer.Option(help="Tokens (bytes) in a sequence.")] = 128,
+    batch_size: Annotated[int, typer.Option(help="Sequences in a step.")] = 8,
+    lr: Annotated[float, typer.Option(help="Largest learning rate.")] = 2e-3,
+    warmup: Annotated[
+        int | None, typer.Option(help="Steps of warm-up.", show_default="a tenth of the steps")
+    ] = None,
+    weight_decay: Annotated[float, typer.Option(help="AdamW's weight decay.")] = 0.1,
+    clip: Annotated[float, typer.Option(help="Largest norm of the gradient.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the weights and of the order of the text.")] = 0,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="a GPU if any")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Outside FP8: float32 or bfloat16.", show_default="float32 on CPU, bfloat16 on GPU"
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for report.json and loss.png.")] = Path("octavo-run"),
+) -> int:
+    """Train a model once per recipe on the same batches from the same weights, and compare."""
+    import torch
+    from rich.console import Console
+
+    from octavo.trainer import job
+    from octavo.trainer.config import TrainConfig, UserError
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    compared = _names(compare)
+    config = TrainConfig(
+        model=model,
+        recipes=(*compared, *(_names(recipe) or ["rowwise"])),
+        baseline=compared[0] if compared else None,
+        data=data,
+        steps=steps,
+        seq_len=seq_len,
+        batch_size=batch_size,
+        lr=lr,
+        warmup=warmup,
+        weight_decay=weight_decay,
+        clip=clip,
+        seed=seed,
+        device=device,
+        dtype=dtype or ("float32" if device == "cpu" else "bfloat16"),
+        out=out,
+    )
+    try:
+        corpus = job.prepare(config)
+    except UserError as error:
+        raise typer.Exit(_bad_input(str(error))) from None
+    return job.run(config, corpus, Console(), command=shlex.join(["octavo", *sys.argv[1:]]))

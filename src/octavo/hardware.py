@@ -1,0 +1,159 @@
+"""The one description of the machine: architecture, FP8 family, installed kernel languages.
+
+No other file asks the device or looks for optional packages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+from octavo._version import __version__
+from octavo.formats import Format
+
+FNUZ_ARCHITECTURES = ("gfx940", "gfx941", "gfx942")
+FP8_MATMUL_ARCHITECTURES = (
+    "sm_89",
+    "sm_90",
+    "sm_100",
+    "sm_103",
+    "sm_120",
+    "gfx940",
+    "gfx941",
+    "gfx942",
+    "gfx950",
+)
+KERNEL_ARCHITECTURES = ("sm_90", "gfx942", "gfx950")
+"""What the Triton kernels are written for, compiled for and tested on or for."""
+
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 14)
+
+_assumed: list[str] = []
+
+
+@contextlib.contextmanager
+def assume_architecture(name: str) -> Iterator[None]:
+    """Answer ``name`` for every non-CPU device inside the block, to explain or check another card's choices."""
+    _assumed.append(name)
+    try:
+        yield
+    finally:
+        _assumed.pop()
+
+
+@functools.lru_cache(maxsize=None)
+def _gpu_architecture(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        return properties.gcnArchName.split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def architecture(device: torch.device | str) -> str:
+    """Architecture of ``device``: ``"cpu"``, ``"sm_90"``, ``"gfx942"``, ``"gfx950"``, or the device type."""
+    device = torch.device(device)
+    if device.type in ("cpu", "meta"):
+        return device.type
+    if _assumed:
+        return _assumed[-1]
+    if device.type == "cuda":
+        return _gpu_architecture(torch.cuda.current_device() if device.index is None else device.index)
+    return device.type
+
+
+def fp8_family(device: torch.device | str) -> str:
+    """``"fnuz"`` on gfx940, gfx941 and gfx942, ``"ocp"`` elsewhere; never a process-wide choice."""
+    return "fnuz" if architecture(device) in FNUZ_ARCHITECTURES else "ocp"
+
+
+def native_format(fmt: Format, device: torch.device | str) -> Format:
+    """``fmt`` in the FP8 family of ``device``: e4m3fn becomes e4m3fnuz on MI300."""
+    return fmt.with_family(fp8_family(device))
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed (found, not imported)."""
+    return _version("triton") is not None
+
+
+def has_flydsl() -> bool:
+    """Whether FlyDSL is installed (found, not imported)."""
+    return _version("flydsl") is not None
+
+
+@functools.lru_cache(maxsize=None)
+def _version(package: str) -> str | None:
+    if importlib.util.find_spec(package) is None:
+        return None
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+@functools.lru_cache(maxsize=None)
+def interpreted() -> bool:
+    """Whether Triton kernels run in Triton's interpreter, which serves CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def why_no_triton(device: torch.device) -> str | None:
+    """Why Octavo's Triton kernels cannot serve tensors on ``device``, or None if they can."""
+    if not has_triton():
+        return "triton is not installed (pip install 'octavo[triton]')"
+    if device.type == "cpu":
+        return None if interpreted() else "Triton kernels need a GPU and the tensor is on the CPU"
+    arch = architecture(device)
+    if arch not in KERNEL_ARCHITECTURES:
+        return f"written for {', '.join(KERNEL_ARCHITECTURES)}, not for {arch}"
+    return None
+
+
+def check_torch_version() -> None:
+    """Warn, once, on a PyTorch outside the tested range.
+
+    Raises:
+        ImportError: on a PyTorch too old to have the operators that Octavo calls.
+    """
+    parts = torch.__version__.split("+")[0].split(".")
+    found = (int(parts[0]), int(parts[1]))
+    if found < OLDEST_TORCH:
+        raise ImportError(f"octavo needs PyTorch 2.11 or newer and found {torch.__version__}: upgrade torch")
+    if found > NEWEST_TORCH:
+        warnings.warn(
+            f"PyTorch {torch.__version__} is newer than the newest one Octavo was tested with "
+            f"({NEWEST_TORCH[0]}.{NEWEST_TORCH[1]}); results are checked by `make test`",
+            stacklevel=3,
+        )
+
+
+def devices() -> list[dict[str, object]]:
+    """Every usable device: name, architecture, FP8 family, whether FP8 products are native, memory in GB."""
+    found: list[dict[str, object]] = [
+        {"device": "cpu", "name": platform.processor() or platform.machine(), "architecture": "cpu",
+         "fp8": "ocp", "native_fp8_matmul": False}
+    ]  # fmt: skip
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        arch = _gpu_architecture(index)
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {"device": f"cuda:{index}", "name": properties.name, "architecture": arch,
+             "fp8": fp8_family(f"cuda:{index}"), "native_fp8_matmul": arch in FP8_MATMUL_ARCHITECTURES,
+             "memory_gb": round(properties.total_memory / 1e9, 1)}
+        )  # fmt: skip
+    return found
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of octavo, Python and the packages that matter to it; None where not installed."""
+    packages = ("torch", "triton", "flydsl", "torchao", "torchtitan", "transformers", "vllm")
+    return {"octavo": __version__, "python": sys.version.split()[0], **{p: _version(p) for p in packages}}

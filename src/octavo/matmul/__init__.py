@@ -1,0 +1,217 @@
+"""Matrix products: one canonical form, ``a[M, K] @ b[N, K].T``, contraction last on both sides.
+
+Forward, grad_input and grad_weight are this same call, because FP8 matrix instructions want both operands
+contraction last. Signatures and checks are here, the meaning in :mod:`.reference`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from octavo import dispatch, library
+from octavo.formats import Format, ScaledTensor
+from octavo.quantize import check_offs
+
+__all__ = ["grouped_mm", "register_flop_formulas", "scaled_grouped_mm", "scaled_mm"]
+
+OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def scaled_mm(
+    a: ScaledTensor,
+    b: ScaledTensor,
+    *,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast_accum: bool = False,
+) -> torch.Tensor:
+    """``a[M, K] @ b[N, K].T + bias[N]`` of quantized operands.
+
+    Args:
+        a, b: any two formats on one device; K may be anything, zero included (the product is then the bias).
+        bias: [N], in ``out_dtype``.
+        out_dtype: bfloat16, float16 or float32.
+        fast_accum: allow the accumulator of Hopper's FP8 instructions (about 14 bits). A permission: kernels
+            that always accumulate in float32 ignore it.
+
+    Returns:
+        [M, N] in ``out_dtype``, within 50 dB SQNR of :func:`octavo.matmul.reference.scaled_mm`.
+
+    Raises:
+        ValueError: if shapes, devices, ``bias`` or ``out_dtype`` do not fit.
+    """
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"scaled_mm multiplies a[M, K] by b[N, K] transposed; got a {tuple(a.shape)} and b {tuple(b.shape)}: "
+            "both must be matrices with the contraction last"
+        )
+    _check_common(a, b, bias, (b.shape[0],), out_dtype)
+    return torch.ops.octavo.scaled_mm(
+        a.data, a.scale, a.format.key, b.data, b.scale, b.format.key, bias, out_dtype, fast_accum
+    )
+
+
+def scaled_grouped_mm(
+    a: ScaledTensor,
+    b: ScaledTensor,
+    offs: torch.Tensor | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast_accum: bool = False,
+) -> torch.Tensor:
+    """Grouped product of quantized operands, in one of two forms.
+
+    * rows by expert: ``a[M, K]``, ``b[G, N, K]``, ``offs`` int32 [G] -> [M, N]; rows past ``offs[-1]`` are
+      zero, ``bias`` is [G, N];
+    * over groups: ``a[N, C]`` and ``b[K, C]`` from ``quantize_grouped(..., transpose=True)`` with the same
+      ``align`` -> [G, N, K], exactly zero for empty groups; ``offs`` defaults to ``a.group_ends``.
+
+    Raises:
+        ValueError: if shapes, devices, ``offs``, ``bias`` or ``out_dtype`` do not fit.
+    """
+    over_groups = b.ndim == 2
+    if over_groups:
+        offs = a.group_ends if offs is None else offs
+        if a.group_ends is None or b.group_ends is None or offs is None or bias is not None:
+            raise ValueError(
+                "a grouped product of two matrices contracts over groups: both operands must come from "
+                "quantize_grouped(..., transpose=True), and it takes no bias"
+            )
+    elif offs is None:
+        raise ValueError("scaled_grouped_mm with b[G, N, K] needs offs, the cumulative group ends")
+    assert offs is not None
+    check_offs(a.data, offs)
+    if a.shape[-1] != b.shape[-1] or (not over_groups and b.shape[0] != offs.shape[0]):
+        raise ValueError(
+            f"scaled_grouped_mm takes a[M, K], b[G, N, K], offs[G] or a[N, C], b[K, C]; got a {tuple(a.shape)}, "
+            f"b {tuple(b.shape)}, offs {tuple(offs.shape)}"
+        )
+    _check_common(a, b, bias, (b.shape[0], b.shape[-2]), out_dtype)
+    return torch.ops.octavo.scaled_grouped_mm(
+        a.data, a.scale, a.format.key, b.data, b.scale, b.format.key, offs, bias, out_dtype, fast_accum
+    )
+
+
+def grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, *, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """High-precision grouped product: ``a[M, K]``, ``b[G, N, K]`` -> [M, N], or ``a[N, M]``, ``b[K, M]`` -> [G, N, K].
+
+    Args:
+        offs: int32 [G] cumulative group ends along M; rows past the last are zero in the output.
+        bias: [G, N] in the first form.
+
+    Raises:
+        ValueError: if shapes, dtypes or ``offs`` do not fit.
+    """
+    check_offs(a, offs)
+    fits = a.shape[-1] == b.shape[-1] and (b.ndim == 2 or (b.ndim == 3 and b.shape[0] == offs.shape[0]))
+    if not fits or a.dtype != b.dtype:
+        raise ValueError(
+            f"grouped_mm takes a[M, K], b[G, N, K] or a[N, M], b[K, M] of one dtype with offs[G]; got "
+            f"a {tuple(a.shape)} {a.dtype}, b {tuple(b.shape)} {b.dtype}, offs {tuple(offs.shape)}"
+        )
+    return torch.ops.octavo.grouped_mm(a, b, offs, bias)
+
+
+def _check_common(
+    a: ScaledTensor,
+    b: ScaledTensor,
+    bias: torch.Tensor | None,
+    bias_shape: tuple[int, ...],
+    out_dtype: torch.dtype,
+) -> None:
+    if a.device != b.device:
+        raise ValueError(f"operands lie on {a.device} and {b.device}: move one of them")
+    if out_dtype not in OUTPUT_DTYPES:
+        raise ValueError(f"out_dtype must be bfloat16, float16 or float32; got {out_dtype}")
+    if bias is not None and (tuple(bias.shape) != bias_shape or bias.dtype != out_dtype):
+        raise ValueError(
+            f"bias must be {bias_shape} in {out_dtype}; got {tuple(bias.shape)} in {bias.dtype}: cast or reshape it"
+        )
+
+
+# ---- ops ------------------------------------------------------------------------------------------------
+
+
+def _run(
+    op: str,
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    a_key: str,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    b_key: str,
+    *rest: object,
+) -> torch.Tensor:
+    left = ScaledTensor(a, a_scale, Format.from_key(a_key))
+    right = ScaledTensor(b, b_scale, Format.from_key(b_key))
+    return dispatch.run(op, left, right, *rest)
+
+
+def _fake_grouped(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if b.ndim == 2:
+        return a.new_empty((offs.shape[0], a.shape[0], b.shape[0]), dtype=dtype)
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+
+
+_OPERANDS = "Tensor a, Tensor a_scale, str a_format, Tensor b, Tensor b_scale, str b_format"
+
+library.define(
+    f"scaled_mm({_OPERANDS}, Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor",
+    lambda *args: _run("scaled_mm", *args),
+    lambda a, sa, fa, b, sb, fb, bias, out_dtype, fast: a.new_empty(
+        (a.shape[0], b.shape[0]), dtype=out_dtype
+    ),
+)
+library.define(
+    f"scaled_grouped_mm({_OPERANDS}, Tensor offs, Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor",
+    lambda *args: _run("scaled_grouped_mm", *args),
+    lambda a, sa, fa, b, sb, fb, offs, bias, out_dtype, fast: _fake_grouped(a, b, offs, out_dtype),
+)
+library.define(
+    "grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias) -> Tensor",
+    lambda *args: dispatch.run("grouped_mm", *args),
+    lambda a, b, offs, bias: _fake_grouped(a, b, offs, a.dtype),
+)
+
+# ---- kernels ----------------------------------------------------------------------------------------------
+
+
+def _register() -> None:
+    from octavo.matmul import torch_kernels
+
+    for op in ("scaled_mm", "scaled_grouped_mm", "grouped_mm"):
+        dispatch.register(
+            dispatch.Kernel(
+                op, "torch", f"octavo.matmul.torch_kernels:{op}", getattr(torch_kernels, f"why_not_{op}")
+            ),
+            dispatch.Kernel(op, "reference", f"octavo.matmul.reference:{op}", lambda *_: None),
+        )
+
+
+_register()
+
+
+def register_flop_formulas() -> None:
+    """Teach ``torch.utils.flop_counter`` the ops of this package, once; 2 M N K a product.
+
+    Products over groups count the padded capacity, an upper bound that needs no look at the sizes.
+    """
+    from torch.utils import flop_counter
+
+    def product(a: list[int], b: list[int], packed_a: str, out_shape: object = None) -> int:
+        k = a[-1] * Format.from_key(packed_a).element.packed
+        return 2 * a[0] * b[-2] * k
+
+    def scaled(a, a_scale, a_format, b, *args, out_shape=None, **kwargs) -> int:  # noqa: ANN001
+        return product(a, b, a_format)
+
+    def plain(a, b, *args, out_shape=None, **kwargs) -> int:  # noqa: ANN001
+        return 2 * a[0] * b[-2] * a[-1]
+
+    for name, formula in (("scaled_mm", scaled), ("scaled_grouped_mm", scaled), ("grouped_mm", plain)):
+        op = getattr(torch.ops.octavo, name)
+        if op not in flop_counter.flop_registry:
+            flop_counter.register_flop_formula(op)(formula)
