@@ -118,7 +118,7 @@ class Format:
         return f"{self.element.name}:{self.granularity}:{self.rounding}"
 
     @staticmethod
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def from_key(key: str) -> Format:
         """The format that :attr:`key` names, e.g. ``e4m3fn:rowwise:power_of_two``.
 

@@ -50,7 +50,7 @@ def assume_architecture(name: str) -> Iterator[None]:
         _assumed.pop()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _gpu_architecture(index: int) -> str:
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
@@ -90,7 +90,7 @@ def has_flydsl() -> bool:
     return _version("flydsl") is not None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _version(package: str) -> str | None:
     if importlib.util.find_spec(package) is None:
         return None
@@ -100,7 +100,7 @@ def _version(package: str) -> str | None:
         return "unknown"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def interpreted() -> bool:
     """Whether Triton kernels run in Triton's interpreter, which serves CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"

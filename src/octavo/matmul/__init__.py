@@ -6,6 +6,8 @@ contraction last. Signatures and checks are here, the meaning in :mod:`.referenc
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from octavo import dispatch, library
@@ -201,17 +203,18 @@ def register_flop_formulas() -> None:
     """
     from torch.utils import flop_counter
 
-    def product(a: list[int], b: list[int], packed_a: str, out_shape: object = None) -> int:
-        k = a[-1] * Format.from_key(packed_a).element.packed
-        return 2 * a[0] * b[-2] * k
+    def scaled(a: list[int], a_scale: object, a_format: str, b: list[int], *_: object, **__: object) -> int:
+        return 2 * a[0] * b[-2] * a[-1] * Format.from_key(a_format).element.packed
 
-    def scaled(a, a_scale, a_format, b, *args, out_shape=None, **kwargs) -> int:  # noqa: ANN001
-        return product(a, b, a_format)
-
-    def plain(a, b, *args, out_shape=None, **kwargs) -> int:  # noqa: ANN001
+    def plain(a: list[int], b: list[int], *_: object, **__: object) -> int:
         return 2 * a[0] * b[-2] * a[-1]
 
-    for name, formula in (("scaled_mm", scaled), ("scaled_grouped_mm", scaled), ("grouped_mm", plain)):
+    formulas: dict[str, Callable[..., int]] = {
+        "scaled_mm": scaled,
+        "scaled_grouped_mm": scaled,
+        "grouped_mm": plain,
+    }
+    for name, formula in formulas.items():
         op = getattr(torch.ops.octavo, name)
         if op not in flop_counter.flop_registry:
             flop_counter.register_flop_formula(op)(formula)

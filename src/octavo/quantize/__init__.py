@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from octavo import dispatch, hardware, library
+from octavo import dispatch, library
 from octavo.formats import ALL, Format, ScaledTensor
 from octavo.quantize import grouped as _grouped
 

@@ -1,0 +1,252 @@
+"""One autograd Function for linear layers and one for grouped products; every recipe runs through them.
+
+No FP8 tensor is ever an output of a Function: the engine would cast the incoming gradient to that dtype,
+where 1e-4 becomes 0 without an error. What backward needs of the input is saved in its 8-bit form, made in
+the same pass as the forward's operand; the weight is saved as it is and quantized again, because a second
+8-bit copy of every weight would live from forward to backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from octavo.formats import Format, ScaledTensor
+from octavo.matmul import grouped_mm as grouped_mm_hp
+from octavo.matmul import scaled_grouped_mm, scaled_mm
+from octavo.quantize import alignment, quantize, quantize_both, quantize_grouped
+from octavo.training.observe import observe
+from octavo.training.recipes import Product, Recipe
+from octavo.training.weight_cache import quantize_weight
+
+Stats = torch.Tensor | None
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, stats: Stats = None
+) -> torch.Tensor:
+    """``x[..., K] @ weight[N, K].T + bias[N]`` with the products of ``recipe``, forward and backward.
+
+    Under autocast the operands are cast first, as ``F.linear`` does. ``stats`` is a monitor's buffer.
+
+    Raises:
+        ValueError: if shapes or dtypes do not fit, as ``F.linear`` would raise.
+    """
+    x, weight, bias = _autocast(x, weight, bias)
+    _check(x, weight, x.ndim >= 1 and weight.ndim == 2 and x.shape[-1:] == weight.shape[-1:], "weight[N, K]")
+    if not recipe.quantized_products:
+        return torch.nn.functional.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias, recipe, stats)
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None,
+    recipe: Recipe,
+    stats: Stats = None,
+) -> torch.Tensor:
+    """``x[rows of g] @ weight[g].T + bias[g]`` for x[M, K], weight[G, N, K], int32 ends offs[G], bias[G, N].
+
+    Rows past the last end are zero in the output and in the gradient of ``x``; an empty group's weight
+    gradient is exactly zero. No scale is shared by two groups.
+
+    Raises:
+        ValueError: if shapes, dtypes or ``offs`` do not fit.
+    """
+    x, weight, bias = _autocast(x, weight, bias)
+    fits = x.ndim == 2 and weight.ndim == 3 and x.shape[1] == weight.shape[2]
+    _check(x, weight, fits, "weight[G, N, K], x a matrix")
+    return _GroupedLinear.apply(x, weight, offs, bias, recipe, stats)
+
+
+def _autocast(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[Any, ...]:
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, *others
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t is None else t.to(dtype) for t in (x, *others))
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, fits: bool, needed: str) -> None:
+    if not fits or x.dtype != weight.dtype:
+        raise ValueError(
+            f"need x[..., K] and {needed} of one dtype; got x {tuple(x.shape)} {x.dtype} and weight "
+            f"{tuple(weight.shape)} {weight.dtype}: cast one of them, or use autocast"
+        )
+
+
+def _both(
+    x: torch.Tensor, fmt: Format | None, transposed_fmt: Format | None
+) -> tuple[ScaledTensor | None, ScaledTensor | None]:
+    """``x`` and its transpose, each quantized if its format is given, in one pass if both are."""
+    if fmt is not None and transposed_fmt is not None:
+        return quantize_both(x, fmt, transposed_fmt)
+    return (
+        None if fmt is None else quantize(x, fmt),
+        None if transposed_fmt is None else quantize(x, transposed_fmt, transpose=True),
+    )
+
+
+def _save(ctx: Any, high: torch.Tensor, low: ScaledTensor | None, *others: torch.Tensor | None) -> None:
+    """Save the 8-bit operand if there is one, else the 16-bit tensor, and ``others``."""
+    if low is None:
+        ctx.saved_format, ctx.saved_ends = None, False
+        ctx.save_for_backward(high, None, None, *others)
+    else:
+        ctx.saved_format, ctx.saved_ends = low.format, low.group_ends is not None
+        ctx.save_for_backward(low.data, low.scale, low.group_ends, *others)
+
+
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    """(high, low, *others) as given to :func:`_save`, one of the first two None."""
+    data, scale, ends, *others = ctx.saved_tensors
+    if ctx.saved_format is None:
+        return data, None, *others
+    return None, ScaledTensor(data, scale, ctx.saved_format, group_ends=ends), *others
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        recipe: Recipe,
+        stats: Stats,
+    ) -> torch.Tensor:
+        output, grad_weight = (recipe.product(name, x.device) for name in ("output", "grad_weight"))
+        rows = x.reshape(-1, x.shape[-1])
+        needs_weight = ctx.needs_input_grad[1]
+        # A frozen weight has no weight-gradient product, so nothing of the input is quantized for it or kept.
+        saved_fmt = grad_weight.b if grad_weight is not None and needs_weight else None
+        a, saved = _both(rows, output and output.a, saved_fmt)
+        observe(stats, "grad_weight", 1, rows, saved, transpose=True)
+        if output is None:
+            out = torch.nn.functional.linear(rows, weight, bias)
+        else:
+            assert a is not None
+            b = quantize_weight(weight, output.b)
+            observe(stats, "output", 0, rows, a)
+            observe(stats, "output", 1, weight, b)
+            out = scaled_mm(a, b, bias=bias, out_dtype=x.dtype, fast_accum=output.fast_accum)
+        _save(ctx, rows if needs_weight else rows.new_empty(0), saved, weight)
+        ctx.recipe, ctx.stats, ctx.x_shape = recipe, stats, x.shape
+        return out.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (g,) = grads
+        rows, saved, weight = _saved(ctx)
+        grad_input, grad_weight = (ctx.recipe.product(n, g.device) for n in ("grad_input", "grad_weight"))
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        g = g.reshape(-1, g.shape[-1])
+        a, a_t = _both(
+            g,
+            grad_input.a if grad_input and needs_x else None,
+            grad_weight.a if grad_weight and needs_weight else None,
+        )
+        with torch.autocast(g.device.type, enabled=False):
+            dx = _grad_input(ctx.stats, g, a, weight, grad_input) if needs_x else None
+            dw = None
+            if needs_weight:
+                observe(ctx.stats, "grad_weight", 0, g, a_t, transpose=True)
+                if saved is None or a_t is None:
+                    dw = g.T @ rows
+                else:
+                    dw = scaled_mm(a_t, saved, out_dtype=weight.dtype, fast_accum=grad_weight.fast_accum)
+        db = g.sum(0) if needs_bias else None
+        return None if dx is None else dx.view(ctx.x_shape), dw, db, None, None
+
+
+def _grad_input(
+    stats: Stats, g: torch.Tensor, a: ScaledTensor | None, weight: torch.Tensor, product: Product | None
+) -> torch.Tensor:
+    if product is None or a is None:
+        return g @ weight
+    b = quantize_weight(weight, product.b, transpose=True)
+    observe(stats, "grad_input", 0, g, a)
+    observe(stats, "grad_input", 1, weight, b, transpose=True)
+    return scaled_mm(a, b, out_dtype=g.dtype, fast_accum=product.fast_accum)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        offs: torch.Tensor,
+        bias: torch.Tensor | None,
+        recipe: Recipe,
+        stats: Stats,
+    ) -> torch.Tensor:
+        output, grad_weight = (recipe.product(name, x.device) for name in ("output", "grad_weight"))
+        needs_weight = ctx.needs_input_grad[1]
+        saved = None
+        if grad_weight is not None and needs_weight:
+            align = alignment(grad_weight.a, grad_weight.b)
+            saved = quantize_grouped(x, offs, grad_weight.b, transpose=True, align=align)
+        if output is None:
+            out = grouped_mm_hp(x, weight, offs, bias=bias)
+        else:
+            a, b = quantize_grouped(x, offs, output.a), quantize_weight(weight, output.b)
+            observe(stats, "output", 0, x, a)
+            observe(stats, "output", 1, weight, b)
+            out = scaled_grouped_mm(a, b, offs, bias=bias, out_dtype=x.dtype, fast_accum=output.fast_accum)
+        _save(ctx, x if needs_weight else x.new_empty(0), saved, weight, offs)
+        ctx.recipe, ctx.stats = recipe, stats
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (g,) = grads
+        x, saved, weight, offs = _saved(ctx)
+        grad_input, grad_weight = (ctx.recipe.product(n, g.device) for n in ("grad_input", "grad_weight"))
+        needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad[:4]
+        dx = dw = None
+        with torch.autocast(g.device.type, enabled=False):
+            if needs_x:
+                dx = _grouped_grad_input(ctx.stats, g, weight, offs, grad_input)
+            if needs_weight:
+                dw = _grouped_grad_weight(ctx.stats, g, x, saved, offs, grad_weight, weight.dtype)
+        db = _group_sums(g, offs) if needs_bias else None
+        return dx, dw, None, db, None, None
+
+
+def _grouped_grad_input(
+    stats: Stats, g: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, product: Product | None
+) -> torch.Tensor:
+    if product is None:
+        return grouped_mm_hp(g, weight.mT.contiguous(), offs)
+    a, b = quantize_grouped(g, offs, product.a), quantize_weight(weight, product.b, transpose=True)
+    observe(stats, "grad_input", 0, g, a)
+    observe(stats, "grad_input", 1, weight, b, transpose=True)
+    return scaled_grouped_mm(a, b, offs, out_dtype=g.dtype, fast_accum=product.fast_accum)
+
+
+def _grouped_grad_weight(
+    stats: Stats,
+    g: torch.Tensor,
+    x: torch.Tensor | None,
+    saved: ScaledTensor | None,
+    offs: torch.Tensor,
+    product: Product | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    if product is None or saved is None:
+        assert x is not None
+        return grouped_mm_hp(g.T, x.T, offs)
+    a = quantize_grouped(g, offs, product.a, transpose=True, align=alignment(product.a, product.b))
+    return scaled_grouped_mm(a, saved, out_dtype=dtype, fast_accum=product.fast_accum)
+
+
+def _group_sums(g: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """[G, N] sums of the rows of each group; rows past the last end belong to none."""
+    rows = torch.arange(g.shape[0], device=g.device)
+    member = torch.searchsorted(offs, rows, right=True)
+    sums = g.new_zeros((offs.shape[0] + 1, g.shape[1]), dtype=torch.float32)
+    return sums.index_add_(0, member, g.float())[:-1].to(g.dtype)

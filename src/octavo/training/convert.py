@@ -1,0 +1,172 @@
+"""Conversion of a model's linear layers, in place, by ordered rules, with a report of every decision."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from octavo.training.modules import Linear
+from octavo.training.recipes import Recipe, get_recipe
+
+Rule = tuple[str, "str | Recipe | None"]
+"""(regular expression searched in the module's path, recipe or None to leave it alone)."""
+
+HEAD_NAMES = ("lm_head", "embed_out", "embed_proj", "embed_tokens", "tok_embeddings", "output_projection")
+"""Last part of the path of output heads and projections of the token embedding, at any depth."""
+TOP_LEVEL_HEAD_NAMES = ("output", "head", "embed", "embedding", "unembed", "classifier", "score")
+"""The same for words that mean something else deeper inside a model."""
+WRAPPERS = ("model", "module", "transformer", "_orig_mod")
+"""Attributes that wrap a whole model: what lies directly under them is still top level."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What became of one linear layer: ``recipe`` is None where it was left alone."""
+
+    name: str
+    shape: tuple[int, ...]
+    recipe: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """Every linear layer of the model with what was done and why; prints as a table."""
+
+    decisions: tuple[Decision, ...]
+    unmatched_rules: tuple[str, ...] = field(default=())
+
+    @property
+    def converted(self) -> tuple[str, ...]:
+        return tuple(d.name for d in self.decisions if d.recipe is not None)
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        return tuple(d.name for d in self.decisions if d.recipe is None)
+
+    def __str__(self) -> str:
+        rows = [("module", "shape [N, K]", "recipe", "reason")]
+        rows += [(d.name or "(root)", str(list(d.shape)), d.recipe or "-", d.reason) for d in self.decisions]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
+        lines.insert(1, "  ".join("-" * w for w in widths))
+        lines += [f"rule {rule!r} matched no linear layer" for rule in self.unmatched_rules]
+        return "\n".join([*lines, f"{len(self.converted)} converted, {len(self.skipped)} left alone"])
+
+
+def convert(
+    model: nn.Module,
+    recipe: str | Recipe = "rowwise",
+    *,
+    rules: Sequence[Rule] = (),
+    min_size: int = 0,
+) -> ConvertReport:
+    """Make the model's linear layers train in 8 bits, in place.
+
+    Each ``nn.Linear`` becomes an :class:`octavo.Linear`, which is an ``nn.Linear`` with the same parameters
+    (the very tensors: tied, frozen and meta ones stay so), state-dict keys, hooks and device. By default the
+    output head and the token embedding's projection stay in high precision, by name or because a dimension
+    is the vocabulary size.
+
+    Args:
+        model: any module, also on the meta device.
+        recipe: for layers that no rule names.
+        rules: ``(pattern, recipe)`` pairs, tried in order, first match wins; the pattern is searched in the
+            module's path, recipe None leaves the layer alone. A rule overrides the defaults.
+        min_size: leave layers alone whose smaller dimension is below this.
+
+    Returns:
+        A report of what was converted, what was left alone and why, and which rules matched nothing.
+
+    Raises:
+        ValueError: for an unknown recipe or a bad pattern (the model is untouched), or if no layer was
+            converted; the message says why for each.
+    """
+    default, compiled = get_recipe(recipe), [_compile(rule) for rule in rules]
+    vocabulary = _vocabulary(model)
+    used: set[int] = set()
+    decisions, changes = [], []
+    for name, module in _linears(model):
+        index = next((i for i, (pattern, _) in enumerate(compiled) if pattern.search(name)), None)
+        if index is not None:
+            used.add(index)
+        chosen = default if index is None else compiled[index][1]
+        reason = _why_left_alone(name, module, vocabulary, min_size, index is not None, chosen)
+        if reason is None:
+            assert chosen is not None
+            changes.append((module, chosen))
+            by = "default" if index is None else f"rule {compiled[index][0].pattern!r}"
+            decisions.append(Decision(name, _shape(module), chosen.name, by))
+        else:
+            decisions.append(Decision(name, _shape(module), None, reason))
+    unmatched = tuple(p.pattern for i, (p, _) in enumerate(compiled) if i not in used)
+    report = ConvertReport(tuple(decisions), unmatched)
+    if not changes:
+        raise ValueError(
+            f"nothing was converted: {'the model has no nn.Linear' if not decisions else 'every layer was left alone'}"
+            f"; give rules=[(pattern, recipe), ...] that name the layers to convert\n{report}"
+        )
+    for module, chosen in changes:
+        module.__class__ = Linear
+        module.recipe = chosen
+    return report
+
+
+def _compile(rule: Rule) -> tuple[re.Pattern[str], Recipe | None]:
+    pattern, recipe = rule
+    try:
+        return re.compile(pattern), None if recipe is None else get_recipe(recipe)
+    except re.error as error:
+        raise ValueError(f"rule pattern {pattern!r} is no regular expression: {error}") from error
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield name, module
+
+
+def _shape(module: nn.Linear) -> tuple[int, ...]:
+    return (module.out_features, module.in_features)
+
+
+def _vocabulary(model: nn.Module) -> set[int]:
+    """Sizes of the token embeddings: the widest embedding tables, not positions or token types."""
+    sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    return {max(sizes)} if sizes else set()
+
+
+def _why_left_alone(
+    name: str,
+    module: nn.Linear,
+    vocabulary: set[int],
+    min_size: int,
+    by_rule: bool,
+    recipe: Recipe | None,
+) -> str | None:
+    if recipe is None:
+        return "a rule leaves it alone"
+    kind = type(module)
+    if kind not in (nn.Linear, Linear):
+        return f"{kind.__name__} is a subclass with behaviour of its own"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance, which conversion would not reach"
+    if module.weight.dtype not in DTYPES:
+        return f"weights of {module.weight.dtype} are not quantized"
+    if by_rule:
+        return None
+    parts = name.split(".")
+    top_level = all(part in WRAPPERS for part in parts[:-1])
+    if parts[-1] in HEAD_NAMES or (top_level and parts[-1] in TOP_LEVEL_HEAD_NAMES):
+        return "output head or embedding projection, by name"
+    if vocabulary & set(_shape(module)):
+        return "output head or embedding projection, by vocabulary size"
+    if min(_shape(module)) < min_size:
+        return f"smaller than min_size={min_size}"
+    return None

@@ -1,0 +1,126 @@
+"""Watch what quantization does to a run: ranges, saturation, underflow and SQNR of every operand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from octavo.training.modules import Linear
+from octavo.training.observe import FIELDS, new_stats
+from octavo.training.recipes import OPERANDS, PRODUCTS
+
+
+@dataclass(frozen=True)
+class OperandStats:
+    """One operand of one product of one layer, over the watched steps since the last :meth:`Monitor.reset`.
+
+    ``amax`` is over finite values; ``saturated`` is the share of elements clipped by more than half a step,
+    ``underflowed`` the share of non-zero elements that became zero, ``nonfinite`` a count, ``sqnr_db`` the
+    signal over the quantization error in dB (inf where nothing was lost).
+    """
+
+    layer: str
+    product: str
+    operand: str
+    amax: float
+    saturated: float
+    underflowed: float
+    nonfinite: int
+    sqnr_db: float
+
+
+class Monitor:
+    """Statistics of the operands of every converted layer; made by :func:`monitor`."""
+
+    def __init__(self, model: nn.Module, every: int) -> None:
+        layers = {
+            n: m for n, m in model.named_modules() if isinstance(m, Linear) and m.recipe.quantized_products
+        }
+        if not layers:
+            raise ValueError("the model has no converted layer to watch: call octavo.convert(model) first")
+        if every < 1:
+            raise ValueError(f"every must be at least 1; got {every}")
+        self.every, self.step = every, 0
+        self._layers = layers
+        self._stats = {name: new_stats(layer.weight.device) for name, layer in layers.items()}
+        self._handle = model.register_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, module: nn.Module, args: object) -> None:
+        watch = module.training and self.step % self.every == 0
+        self.step += module.training
+        for name, layer in self._layers.items():
+            layer.stats = self._stats[name] if watch else None
+
+    def read(self) -> list[OperandStats]:
+        """What was gathered, layer by layer; the only call that waits for the device."""
+        table = torch.stack([s.cpu() for s in self._stats.values()]).tolist()
+        return [
+            _operand(layer, product, OPERANDS[product][j], cells[i][j])
+            for layer, cells in zip(self._stats, table, strict=True)
+            for i, product in enumerate(PRODUCTS)
+            for j in (0, 1)
+            if cells[i][j][FIELDS.index("elements")] > 0
+        ]
+
+    def first_nonfinite(self) -> OperandStats | None:
+        """The first operand, in the order of layers and products, that held NaN or inf; None if none did."""
+        return next((s for s in self.read() if s.nonfinite), None)
+
+    def reset(self) -> None:
+        """Forget what was gathered."""
+        for stats in self._stats.values():
+            stats.zero_()
+
+    def close(self) -> None:
+        """Stop watching; what was gathered can still be read."""
+        self._handle.remove()
+        for layer in self._layers.values():
+            layer.stats = None
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __str__(self) -> str:
+        rows = [("layer", "product", "operand", "amax", "saturated", "underflowed", "nonfinite", "SQNR dB")]
+        rows += [
+            (s.layer, s.product, s.operand, f"{s.amax:.4g}", f"{s.saturated:.2%}", f"{s.underflowed:.2%}",
+             str(s.nonfinite), f"{s.sqnr_db:.1f}")
+            for s in self.read()
+        ]  # fmt: skip
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in rows)
+
+
+def _operand(layer: str, product: str, operand: str, cell: list[float]) -> OperandStats:
+    value = dict(zip(FIELDS, cell, strict=True))
+    noise, signal = value["noise"], value["signal"]
+    sqnr = math.inf if noise == 0 else 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+    return OperandStats(
+        layer, product, operand, value["amax"], value["saturated"] / value["elements"],
+        value["underflowed"] / max(value["nonzero"], 1.0), int(value["nonfinite"]), sqnr,
+    )  # fmt: skip
+
+
+def monitor(model: nn.Module, *, every: int = 1) -> Monitor:
+    """Watch every ``every``-th training step of a converted model, without synchronising in between.
+
+    Args:
+        model: its forward marks the steps; layers converted later are not watched.
+        every: watch one step of so many.
+
+    Returns:
+        A :class:`Monitor`, also a context manager: ``print(m)``, ``m.read()``, ``m.first_nonfinite()``.
+
+    Raises:
+        ValueError: if the model has no converted layer, or ``every`` is below 1.
+    """
+    return Monitor(model, every)
