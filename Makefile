@@ -1,0 +1,45 @@
+# make train   train the debug model in high precision and in FP8, compare them
+# make test    the whole test suite
+# make check   what every commit must pass: lint, types, fast tests
+# make setup   the virtual environment in .venv, alone
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+OUT ?= runs/train
+# Two test processes of one thread each fill a small machine without fighting over its cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+.PHONY: setup train test check lint fast clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed, $(PYTHON) is older: make setup PYTHON=python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "$(PYTHON) cannot make virtual environments: apt install python3-venv" >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'torch==2.13.0'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+train: setup
+	$(BIN)/octavo train --model llama3-debug --recipe rowwise --compare bf16 --steps 30 --out $(OUT)
+
+test: setup
+	$(PYTEST)
+
+fast: setup
+	$(PYTEST) -m 'not slow'
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+check: lint fast
+
+clean:
+	rm -rf $(VENV) runs build src/*.egg-info
