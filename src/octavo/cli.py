@@ -1,7 +1,7 @@
 """The command `octavo`.
 
-One function a command; what it needs is imported inside it, so that `octavo --help` stays quick. A command raises
-`UserError` (or any `ValueError` named in `_fail`'s callers) for what the user can mend: one line and exit status 2.
+To add a command, add a function here. What it needs is imported inside it, so that `octavo --help` stays
+quick, and what the user can mend ends in `_bad_input`: one line that says what to do, and exit status 2.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ app = typer.Typer(
 )
 
 # Typer's base of all errors in what was typed; it comes from click, which newer typer versions carry inside.
-UsageMistake = typer.BadParameter.__mro__[2]
+UsageMistake: type[Exception] = typer.BadParameter.__mro__[2]
 EXIT_BAD_INPUT = 2
 
 
@@ -36,7 +36,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except UsageMistake as mistake:
         context = getattr(mistake, "ctx", None)
         command = context.command_path if context else "octavo"
-        status = _bad_input(f"{mistake.format_message()} See '{command} --help'.")  # type: ignore[attr-defined]
+        message = getattr(mistake, "format_message", mistake.__str__)()
+        status = _bad_input(f"{message} See '{command} --help'.")
     except (KeyboardInterrupt, typer.Abort):
         status = 130
     sys.exit(status if isinstance(status, int) else 0)
@@ -48,6 +49,22 @@ def _bad_input(message: str) -> int:
     line = " ".join(message.split())
     Console(stderr=True).print(f"octavo: {line}", style="red", soft_wrap=True, highlight=False, markup=False)
     return EXIT_BAD_INPUT
+
+
+def _whole(text: str | int) -> int:
+    """A whole number as typed; the message names what was typed, which Typer's own does not."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+
+def _number(text: str | float) -> float:
+    """A number as typed, such as 0.001 or 1e-3."""
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number") from None
 
 
 def _names(values: list[str] | None) -> list[str]:
@@ -72,8 +89,8 @@ def train(
     recipe: Annotated[
         list[str] | None,
         typer.Option(
-            help="Precision of the linear layers: bf16, tensorwise, rowwise, rowwise_with_gw_hp, blockwise or mxfp8. "
-            "Several with commas or by repeating the option.",
+            help="Precision of the linear layers: bf16, tensorwise, rowwise, rowwise_with_gw_hp, "
+            "blockwise or mxfp8. Several with commas or by repeating the option.",
             show_default="rowwise",
         ),
     ] = None,
@@ -87,16 +104,27 @@ def train(
             help="A text file or a folder of them.", show_default="the Python standard library's source"
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 200,
-    seq_len: Annotated[int, typer.Option(help="Tokens (bytes) in a sequence.")] = 128,
-    batch_size: Annotated[int, typer.Option(help="Sequences in a step.")] = 8,
-    lr: Annotated[float, typer.Option(help="Largest learning rate.")] = 2e-3,
+    steps: Annotated[int, typer.Option(parser=_whole, metavar="N", help="Optimizer steps.")] = 200,
+    seq_len: Annotated[
+        int, typer.Option(parser=_whole, metavar="N", help="Tokens (bytes) in a sequence.")
+    ] = 128,
+    batch_size: Annotated[int, typer.Option(parser=_whole, metavar="N", help="Sequences in a step.")] = 8,
+    lr: Annotated[float, typer.Option(parser=_number, metavar="X", help="Largest learning rate.")] = 2e-3,
     warmup: Annotated[
-        int | None, typer.Option(help="Steps of warm-up.", show_default="a tenth of the steps")
+        int | None,
+        typer.Option(
+            parser=_whole, metavar="N", help="Steps of warm-up.", show_default="a tenth of the steps"
+        ),
     ] = None,
-    weight_decay: Annotated[float, typer.Option(help="AdamW's weight decay.")] = 0.1,
-    clip: Annotated[float, typer.Option(help="Largest norm of the gradient.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the weights and of the order of the text.")] = 0,
+    weight_decay: Annotated[
+        float, typer.Option(parser=_number, metavar="X", help="AdamW's weight decay.")
+    ] = 0.1,
+    clip: Annotated[
+        float, typer.Option(parser=_number, metavar="X", help="Largest norm of the gradient.")
+    ] = 1.0,
+    seed: Annotated[
+        int, typer.Option(parser=_whole, metavar="N", help="Of the weights and of the order of the text.")
+    ] = 0,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="a GPU if any")
     ] = None,

@@ -1,0 +1,149 @@
+"""The command `octavo`: what it accepts, and one line with exit status 2 for what it cannot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo import cli, models
+from octavo._version import __version__
+
+Octavo = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def octavo(capsys: pytest.CaptureFixture[str]) -> Octavo:
+    """Runs `octavo ARGUMENTS` in this process: exit status, standard output, standard error."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            cli.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return int(caught.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--recipe", "fp4"], "unknown recipe 'fp4': choose from"),
+        (["--compare", "bf16,fp4"], "unknown recipe 'fp4': choose from"),
+        (["--recipe", "bf16", "--compare", "bf16"], "recipe 'bf16' is given more than once"),
+        (["--model", "llama4"], "unknown model 'llama4': choose one of llama3-debug"),
+        (["--data", "{tmp}/nothing"], "does not exist: give a text file or a folder"),
+        (["--data", "{tmp}/empty.txt"], "holds no text: give a text file"),
+        (["--data", "{tmp}/empty"], "holds no text: give a text file"),
+        (["--data", "{tmp}/short.txt"], "has 20 bytes but --seq-len 128 needs at least 258"),
+        (["--seq-len", "4096"], "--seq-len is 4096 but llama3-debug takes at most 2048"),
+        (["--out", "{tmp}/short.txt"], "give another folder with --out"),
+        (["--out", "{tmp}/short.txt/x"], "give another folder with --out"),
+        (["--steps", "0"], "--steps is 0: give a number of at least 1"),
+        (["--steps", "many"], "Invalid value for '--steps': 'many' is not a whole number"),
+        (["--batch-size", "-1"], "--batch-size is -1: give"),
+        (["--lr", "nan"], "--lr is nan: give a finite number"),
+        (["--dtype", "int8"], "--dtype is 'int8': choose one of float32, bfloat16"),
+        (["--device", "abacus"], "--device is 'abacus': give cpu"),
+        (["--stepps", "3"], "No such option"),
+        (["extra"], "unexpected extra argument"),
+        (["--lr", "fast"], "Invalid value for '--lr': 'fast' is not a number"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line(octavo: Octavo, tmp_path: Path, arguments: list[str], line: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("twenty bytes, no mor")
+    out = [] if "--out" in arguments else ["--out", str(tmp_path / "out")]
+    status, shown, error = octavo("train", *out, *(a.format(tmp=tmp_path) for a in arguments))
+    assert status == 2
+    assert shown == ""  # nothing had started
+    assert error.startswith("octavo: ")
+    assert line in error
+    assert error.count("\n") == 1
+
+
+def test_a_gpu_that_is_not_there_is_one_line(
+    octavo: Octavo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    status, _, error = octavo("train", "--device", "cuda", "--out", tmp_path)
+    assert status == 2
+    assert error == "octavo: --device is 'cuda' but PyTorch sees no GPU here: use --device cpu\n"
+
+
+def test_an_unknown_command_is_one_line(octavo: Octavo) -> None:
+    status, _, error = octavo("trian")
+    assert status == 2
+    assert error.count("\n") == 1
+    assert "No such command 'trian'" in error
+
+
+def test_train_compares_and_says_where_the_files_are(octavo: Octavo, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = [
+        "--steps",
+        2,
+        "--seq-len",
+        32,
+        "--batch-size",
+        2,
+        "--data",
+        text,
+        "--out",
+        out,
+        "--device",
+        "cpu",
+    ]
+    status, shown, error = octavo("train", "--recipe", "rowwise", "--compare", "bf16", *options)
+    assert (status, error) == (0, "")
+    content = json.loads((out / "report.json").read_text())
+    assert [run["recipe"] for run in content["runs"]] == ["bf16", "rowwise"]
+    assert content["baseline"] == "bf16"
+    assert content["config"]["dtype"] == "float32"
+    assert str(out / "loss.png") in shown
+
+
+def test_names_may_be_repeated_or_joined_by_commas() -> None:
+    assert cli._names(["bf16, rowwise", "mxfp8"]) == ["bf16", "rowwise", "mxfp8"]
+    assert cli._names(None) == []
+
+
+def test_help_names_every_model_and_recipe(octavo: Octavo) -> None:
+    from octavo.trainer.config import recipe_names
+
+    status, shown, _ = octavo("train", "--help")
+    assert status == 0
+    for name in [*models.names(), *recipe_names()]:
+        assert name in shown
+
+
+def test_version_and_module() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "octavo", "--version"], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == f"octavo {__version__}\n"
+
+
+def test_no_arguments_show_the_commands(octavo: Octavo) -> None:
+    _, shown, error = octavo()
+    assert "train" in shown + error
+
+
+def test_the_command_line_itself_loads_neither_the_trainer_nor_matplotlib() -> None:
+    code = "import sys, octavo.cli; print([m for m in ('octavo.trainer', 'matplotlib') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
