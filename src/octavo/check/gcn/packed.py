@@ -1,0 +1,119 @@
+"""Packed instructions: two float32 or two 16-bit results in one instruction, with op_sel and neg for each half."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .asm import Instruction, Operand
+from .floating import fma16, fma32, maximum, minimum
+from .operands import DTYPES, Reader, constant_bits, flush, raw32
+from .state import Machine
+from .table import Run, output_modifier, register
+
+
+def _half_reader(o: Operand, ins: Instruction, kind: str, select: int, negate: int) -> Reader:
+    """Reader of the low (`select` 0) or high (1) half of a packed operand."""
+    if o.neg or o.abs or o.sext:
+        raise ins.unsupported("source modifiers of packed operands other than neg_lo and neg_hi")
+    dtype = DTYPES[kind]
+    if o.kind in ("int", "float"):
+        # A constant has a meaning in the low half; what the high half reads differs between types, so it is refused
+        # except where both halves hold the same value: 0, or a float32 constant selected from the low half.
+        if select and (o.value != 0 or kind == "f32"):
+            raise ins.unsupported(f"constant {o.text} read through the high half")
+        value = np.asarray(constant_bits(o, kind, ins), DTYPES["u" + kind[1:]]).view(dtype)[()]
+        return lambda m: -value if negate else value
+    if kind == "f32":
+        if o.count != 2:
+            raise ins.unsupported(f"operand {o.text} of a packed float32 instruction")
+        word = raw32(o, ins, select)
+        return lambda m: -word(m).view(dtype) if negate else word(m).view(dtype)
+    word = raw32(o, ins)
+    shift = np.uint32(16 * select)
+
+    def read(m: Machine) -> Any:
+        value = (word(m) >> shift).astype(np.uint16).view(dtype)
+        return -value if negate else value
+
+    return read
+
+
+def packed(name: str, kind: str, sources: int, function: Callable[..., Any]) -> None:
+    """Define a packed instruction of element type `kind`."""
+
+    def build(ins: Instruction) -> Run:
+        if len(ins.operands) != sources + 1:
+            raise ins.unsupported(f"{len(ins.operands)} operands")
+        op_sel = ins.take_list("op_sel", sources, 0), ins.take_list("op_sel_hi", sources, 1)
+        neg = ins.take_list("neg_lo", sources, 0), ins.take_list("neg_hi", sources, 0)
+        if kind not in ("f16", "f32") and any(map(any, neg)):
+            raise ins.unsupported("neg on packed integers")
+        halves = [
+            [_half_reader(o, ins, kind, op_sel[h][i], neg[h][i]) for i, o in enumerate(ins.operands[1:])]
+            for h in (0, 1)
+        ]
+        modify = output_modifier(ins, kind)
+        reg = ins.operands[0].reg
+
+        def run(m: Machine) -> None:
+            results = []
+            for readers in halves:
+                values = [r(m) for r in readers]
+                if kind == "f32" and m.flush32:
+                    values = [flush(v) for v in values]
+                result = function(*values)
+                results.append(modify(result) if modify else result)
+            if kind == "f32":
+                for i, result in enumerate(results):
+                    m.wv(reg + i, (flush(result) if m.flush32 else np.asarray(result)).view(np.uint32))
+                return
+            low, high = (np.asarray(r).view(np.uint16).astype(np.uint32) for r in results)
+            m.wv(reg, low | (high << np.uint32(16)))
+
+        return run
+
+    register(name, build)
+
+
+for _kind, _fma in (("f32", fma32), ("f16", fma16)):
+    packed(f"v_pk_add_{_kind}", _kind, 2, lambda a, b: a + b)
+    packed(f"v_pk_mul_{_kind}", _kind, 2, lambda a, b: a * b)
+    packed(f"v_pk_fma_{_kind}", _kind, 3, _fma)
+packed("v_pk_max_f16", "f16", 2, maximum)
+packed("v_pk_min_f16", "f16", 2, minimum)
+for _kind in ("u16", "i16"):
+    packed(f"v_pk_max_{_kind}", _kind, 2, np.maximum)
+    packed(f"v_pk_min_{_kind}", _kind, 2, np.minimum)
+packed("v_pk_add_u16", "u16", 2, lambda a, b: a + b)
+packed("v_pk_sub_u16", "u16", 2, lambda a, b: a - b)
+packed("v_pk_sub_i16", "i16", 2, lambda a, b: a - b)
+packed("v_pk_add_i16", "i16", 2, lambda a, b: a + b)
+packed("v_pk_mul_lo_u16", "u16", 2, lambda a, b: a * b)
+packed("v_pk_mad_u16", "u16", 3, lambda a, b, c: a * b + c)
+packed("v_pk_lshlrev_b16", "u16", 2, lambda n, a: a << (n & np.uint16(15)))
+packed("v_pk_lshrrev_b16", "u16", 2, lambda n, a: a >> (n & np.uint16(15)))
+packed("v_pk_ashrrev_i16", "i16", 2, lambda n, a: a >> (n & np.int16(15)))
+
+
+def _packed_move(ins: Instruction) -> Run:
+    """v_pk_mov_b32: low result from source 0, high result from source 1, each a selected word of a pair."""
+    op_sel = ins.take_list("op_sel", 2, 0)
+    op_sel_hi = ins.take_list("op_sel_hi", 2, 1)
+    reg = ins.operands[0].reg
+    # The low result uses op_sel[0] of source 0; the high result op_sel_hi is fixed at 1 and uses op_sel[1].
+    if op_sel_hi != (1, 1):
+        raise ins.unsupported("op_sel_hi other than [1,1]")
+    reads = [raw32(o, ins, op_sel[i] if o.kind in "vs" else 0) for i, o in enumerate(ins.operands[1:])]
+
+    def run(m: Machine) -> None:
+        low, high = (np.array(r(m)) for r in reads)
+        m.wv(reg, low)
+        m.wv(reg + 1, high)
+
+    return run
+
+
+register("v_pk_mov_b32", _packed_move)
