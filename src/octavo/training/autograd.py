@@ -18,6 +18,7 @@ from octavo.matmul import scaled_grouped_mm, scaled_mm
 from octavo.quantize import alignment, quantize, quantize_both, quantize_grouped
 from octavo.training.observe import observe
 from octavo.training.recipes import Product, Recipe
+from octavo.training.shared import share
 from octavo.training.weight_cache import quantize_weight
 
 Stats = torch.Tensor | None
@@ -123,7 +124,8 @@ class _Linear(torch.autograd.Function):
         needs_weight = ctx.needs_input_grad[1]
         # A frozen weight has no weight-gradient product, so nothing of the input is quantized for it or kept.
         saved_fmt = grad_weight.b if grad_weight is not None and needs_weight else None
-        a, saved = _both(rows, output and output.a, saved_fmt)
+        formats = (output and output.a, saved_fmt)
+        a, saved = share(x, formats, lambda: _both(rows, *formats))
         observe(stats, "grad_weight", 1, rows, saved, transpose=True)
         if output is None:
             out = torch.nn.functional.linear(rows, weight, bias)

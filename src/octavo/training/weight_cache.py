@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.formats import Format, ScaledTensor
 from octavo.quantize import quantize
+from octavo.training.shared import capturing
 
 _Key = tuple[int, str, bool]
 
@@ -66,7 +67,7 @@ def quantize_weight(weight: torch.Tensor, fmt: Format, transpose: bool = False) 
         torch.compiler.is_compiling()
         or not _active
         or not isinstance(weight, torch.nn.Parameter)
-        or _capturing()
+        or capturing()
     ):
         return quantize(weight, fmt, transpose=transpose)
     cache, key = _active[-1], (id(weight), fmt.key, transpose)
@@ -82,10 +83,6 @@ def quantize_weight(weight: torch.Tensor, fmt: Format, transpose: bool = False) 
     checksum = _checksum(weight) if cache.debug else None
     cache.entries[key] = _Entry(weakref.ref(weight), weight._version, quantized, checksum)
     return quantized
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _checksum(weight: torch.Tensor) -> torch.Tensor:
