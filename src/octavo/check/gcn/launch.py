@@ -230,13 +230,12 @@ def _initial_registers(
     Preloaded arguments are not written: the code then starts at its compatibility entry, which loads them itself.
     """
     d = program.directives
-    for unsupported in ("dispatch_ptr", "queue_ptr", "dispatch_id", "private_segment_size"):
-        if d.get(f"user_sgpr_{unsupported}"):
-            raise ExecutionError(f"the kernel asks for user SGPRs that are not modelled: {unsupported}")
     if d.get("private_segment_fixed_size") or d.get("uses_dynamic_stack"):
         raise ExecutionError("the kernel uses scratch memory, which is not modelled (register spills?)")
+    # The dispatch and queue pointers come first; they stay poisoned, so that a kernel that follows one faults.
+    reg = 2 * d.get("user_sgpr_dispatch_ptr", 0) + 2 * d.get("user_sgpr_queue_ptr", 0)
     if d.get("user_sgpr_kernarg_segment_ptr", 1):
-        m.ws64(0, np.full(m.waves, kernarg, np.uint64))
+        m.ws64(reg, np.full(m.waves, kernarg, np.uint64))
     reg = d.get("user_sgpr_count", 2)
     block = ids[m.workgroup]
     for axis, name in enumerate("xyz"):

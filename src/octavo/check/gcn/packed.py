@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from .asm import Instruction, Operand
-from .floating import fma16, fma32, maximum, minimum
-from .operands import DTYPES, Reader, constant_bits, flush, raw32
+from .floating import fma16, fma32, maximum, minimum, round_to_odd_sum
+from .operands import DTYPES, Reader, constant_bits, flush, raw32, reader, writer
 from .state import Machine
 from .table import Run, output_modifier, register
 
@@ -117,3 +117,48 @@ def _packed_move(ins: Instruction) -> Run:
 
 
 register("v_pk_mov_b32", _packed_move)
+
+
+def _mixed_reader(o: Operand, ins: Instruction, half_precision: int, select: int) -> Reader:
+    """float64 of a source that is float32, or the selected float16 half when `half_precision`."""
+    kind = "f16" if half_precision else "f32"
+    bare = Operand(o.kind, o.reg, o.count, o.value, o.text)
+    inner = _half_reader(bare, ins, "f16", select, 0) if half_precision else reader(bare, kind, ins)
+
+    def read(m: Machine) -> Any:
+        value = np.asarray(inner(m)).astype(np.float64)
+        value = np.abs(value) if o.abs else value
+        return -value if o.neg else value
+
+    return read
+
+
+def _mixed_fma(result: str) -> Callable[[Instruction], Run]:
+    """v_fma_mix: op_sel_hi marks float16 sources, op_sel their half; the result is float32 or one float16 half."""
+
+    def build(ins: Instruction) -> Run:
+        select, precision = ins.take_list("op_sel", 3, 0), ins.take_list("op_sel_hi", 3, 0)
+        reads = [_mixed_reader(o, ins, precision[i], select[i]) for i, o in enumerate(ins.operands[1:])]
+        write = writer(ins.operands[0], "f32" if result == "f32" else "f16", ins, result == "hi")
+        modify = output_modifier(ins, "f32")
+        low = ins.operands[0].reg
+
+        def run(m: Machine) -> None:
+            a, b, c = (r(m) for r in reads)
+            total = round_to_odd_sum(a * b, c)
+            value = total.astype(np.float32 if result == "f32" else np.float16)
+            value = modify(value) if modify else value
+            if result == "lo":  # unlike other 16-bit results, this one keeps the upper half
+                half = np.asarray(value).view(np.uint16).astype(np.uint32)
+                m.wv(low, (m.rv(low) & np.uint32(0xFFFF0000)) | half)
+            else:
+                write(m, value)
+
+        return run
+
+    return build
+
+
+register("v_fma_mix_f32 v_mad_mix_f32", _mixed_fma("f32"))
+register("v_fma_mixlo_f16 v_mad_mixlo_f16", _mixed_fma("lo"))
+register("v_fma_mixhi_f16 v_mad_mixhi_f16", _mixed_fma("hi"))
