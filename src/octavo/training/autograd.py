@@ -79,7 +79,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, fits: bool, needed: str) -> No
         )
 
 
-def _both(
+def both(
     x: torch.Tensor, fmt: Format | None, transposed_fmt: Format | None
 ) -> tuple[ScaledTensor | None, ScaledTensor | None]:
     """``x`` and its transpose, each quantized if its format is given, in one pass if both are."""
@@ -91,7 +91,7 @@ def _both(
     )
 
 
-def _save(ctx: Any, high: torch.Tensor, low: ScaledTensor | None, *others: torch.Tensor | None) -> None:
+def save(ctx: Any, high: torch.Tensor, low: ScaledTensor | None, *others: torch.Tensor | None) -> None:
     """Save the 8-bit operand if there is one, else the 16-bit tensor, and ``others``."""
     if low is None:
         ctx.saved_format, ctx.saved_ends = None, False
@@ -101,8 +101,8 @@ def _save(ctx: Any, high: torch.Tensor, low: ScaledTensor | None, *others: torch
         ctx.save_for_backward(low.data, low.scale, low.group_ends, *others)
 
 
-def _saved(ctx: Any) -> tuple[Any, ...]:
-    """(high, low, *others) as given to :func:`_save`, one of the first two None."""
+def restore(ctx: Any) -> tuple[Any, ...]:
+    """(high, low, *others) as given to :func:`save`, one of the first two None."""
     data, scale, ends, *others = ctx.saved_tensors
     if ctx.saved_format is None:
         return data, None, *others
@@ -125,7 +125,7 @@ class _Linear(torch.autograd.Function):
         # A frozen weight has no weight-gradient product, so nothing of the input is quantized for it or kept.
         saved_fmt = grad_weight.b if grad_weight is not None and needs_weight else None
         formats = (output and output.a, saved_fmt)
-        a, saved = share(x, formats, lambda: _both(rows, *formats))
+        a, saved = share(x, formats, lambda: both(rows, *formats))
         observe(stats, "grad_weight", 1, rows, saved, transpose=True)
         if output is None:
             out = torch.nn.functional.linear(rows, weight, bias)
@@ -135,18 +135,18 @@ class _Linear(torch.autograd.Function):
             observe(stats, "output", 0, rows, a)
             observe(stats, "output", 1, weight, b)
             out = scaled_mm(a, b, bias=bias, out_dtype=x.dtype, fast_accum=output.fast_accum)
-        _save(ctx, rows if needs_weight else rows.new_empty(0), saved, weight)
+        save(ctx, rows if needs_weight else rows.new_empty(0), saved, weight)
         ctx.recipe, ctx.stats, ctx.x_shape = recipe, stats, x.shape
         return out.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (g,) = grads
-        rows, saved, weight = _saved(ctx)
+        rows, saved, weight = restore(ctx)
         grad_input, grad_weight = (ctx.recipe.product(n, g.device) for n in ("grad_input", "grad_weight"))
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         g = g.reshape(-1, g.shape[-1])
-        a, a_t = _both(
+        a, a_t = both(
             g,
             grad_input.a if grad_input and needs_x else None,
             grad_weight.a if grad_weight and needs_weight else None,
@@ -199,14 +199,14 @@ class _GroupedLinear(torch.autograd.Function):
             observe(stats, "output", 0, x, a)
             observe(stats, "output", 1, weight, b)
             out = scaled_grouped_mm(a, b, offs, bias=bias, out_dtype=x.dtype, fast_accum=output.fast_accum)
-        _save(ctx, x if needs_weight else x.new_empty(0), saved, weight, offs)
+        save(ctx, x if needs_weight else x.new_empty(0), saved, weight, offs)
         ctx.recipe, ctx.stats = recipe, stats
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (g,) = grads
-        x, saved, weight, offs = _saved(ctx)
+        x, saved, weight, offs = restore(ctx)
         grad_input, grad_weight = (ctx.recipe.product(n, g.device) for n in ("grad_input", "grad_weight"))
         needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad[:4]
         dx = dw = None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from octavo.training.modules import Linear
 from octavo.training.recipes import Recipe, get_recipe
+from octavo.training.spanning import install
 
 Rule = tuple[str, "str | Recipe | None"]
 """(regular expression searched in the module's path, recipe or None to leave it alone)."""
@@ -41,6 +42,8 @@ class ConvertReport:
 
     decisions: tuple[Decision, ...]
     unmatched_rules: tuple[str, ...] = field(default=())
+    spans: tuple[str, ...] = field(default=())
+    """Paths of the MLPs whose three projections run as one Function."""
 
     @property
     def converted(self) -> tuple[str, ...]:
@@ -56,6 +59,7 @@ class ConvertReport:
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
         lines.insert(1, "  ".join("-" * w for w in widths))
+        lines += [f"{name}: its projections run as one function" for name in self.spans]
         lines += [f"rule {rule!r} matched no linear layer" for rule in self.unmatched_rules]
         return "\n".join([*lines, f"{len(self.converted)} converted, {len(self.skipped)} left alone"])
 
@@ -66,6 +70,7 @@ def convert(
     *,
     rules: Sequence[Rule] = (),
     min_size: int = 0,
+    spans: bool = True,
 ) -> ConvertReport:
     """Make the model's linear layers train in 8 bits, in place.
 
@@ -80,6 +85,7 @@ def convert(
         rules: ``(pattern, recipe)`` pairs, tried in order, first match wins; the pattern is searched in the
             module's path, recipe None leaves the layer alone. A rule overrides the defaults.
         min_size: leave layers alone whose smaller dimension is below this.
+        spans: also run the SwiGLU MLPs of :data:`octavo.training.spanning.MLPS` as one Function each.
 
     Returns:
         A report of what was converted, what was left alone and why, and which rules matched nothing.
@@ -115,7 +121,7 @@ def convert(
     for module, chosen in changes:
         module.__class__ = Linear
         module.recipe = chosen
-    return report
+    return replace(report, spans=tuple(install(model))) if spans else report
 
 
 def _compile(rule: Rule) -> tuple[re.Pattern[str], Recipe | None]:
