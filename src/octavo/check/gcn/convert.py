@@ -60,6 +60,13 @@ def _toward_zero_f16(x: Any) -> Any:
 
 valu("v_pack_b32_f16", "b32", "b16 b16", _pack_halves)
 valu("v_cvt_pk_bf16_f32", "b32", "f32 f32", lambda a, b: _pack_halves(f32_to_bf16(a), f32_to_bf16(b)), targets=("gfx950",))
+valu(
+    "v_cvt_pk_f16_f32",
+    "b32",
+    "f32 f32",
+    lambda a, b: _pack_halves(np.asarray(a).astype(np.float16), np.asarray(b).astype(np.float16)),
+    targets=("gfx950",),
+)
 valu("v_cvt_pkrtz_f16_f32", "b32", "f32 f32", lambda a, b: _pack_halves(_toward_zero_f16(a), _toward_zero_f16(b)))
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from .asm import Instruction
-from .operands import raw32, reader, writer
+from .operands import DTYPES, raw32, reader, writer
 from .scalar import leading_zeros, population, reverse_bits, trailing_zeros
 from .state import Machine
 from .table import Run, Signature, build_valu, instruction, register, valu
@@ -110,9 +111,27 @@ def _bitop3(ins: Instruction) -> Run:
 
 
 # --- arithmetic modulo 2^32
-valu("v_add_u32", "u32", "u32 u32", lambda a, b: a + b)
-valu("v_sub_u32", "u32", "u32 u32", lambda a, b: a - b)
-valu("v_subrev_u32", "u32", "u32 u32", lambda a, b: b - a)
+def _clamping(kind: str, function: Callable[[Any, Any], Any]) -> Callable[[Instruction], Run]:
+    """Sum or difference modulo 2^n, or held at the ends of the type's range with the clamp modifier."""
+    dtype = DTYPES[kind]
+    info = np.iinfo(dtype)
+
+    def saturate(a: Any, b: Any) -> Any:
+        wide = function(np.asarray(a).astype(np.int64), np.asarray(b).astype(np.int64))
+        return np.clip(wide, info.min, info.max).astype(dtype)
+
+    def build(ins: Instruction) -> Run:
+        clamp = ins.take_flag("clamp")
+        return build_valu(ins, Signature((kind,), (kind, kind)), saturate if clamp else function)
+
+    return build
+
+
+for _t in ("u32", "i32", "u16", "i16"):
+    register(f"v_add_{_t}", _clamping(_t, lambda a, b: a + b))
+    register(f"v_sub_{_t}", _clamping(_t, lambda a, b: a - b))
+for _t in ("u32", "u16"):
+    register(f"v_subrev_{_t}", _clamping(_t, lambda a, b: b - a))
 valu("v_add3_u32", "u32", "u32 u32 u32", lambda a, b, c: a + b + c)
 valu("v_xad_u32", "u32", "u32 u32 u32", lambda a, b, c: (a ^ b) + c)
 valu("v_mul_lo_u32", "u32", "u32 u32", lambda a, b: a * b)
@@ -124,6 +143,7 @@ valu("v_mad_u32_u24", "u32", "u32 u32 u32", lambda a, b, c: (a & _24) * (b & _24
 valu("v_mul_i32_i24", "i32", "i32 i32", lambda a, b: ((a << 8) >> 8) * ((b << 8) >> 8))
 valu("v_mad_i32_i24", "i32", "i32 i32 i32", lambda a, b, c: ((a << 8) >> 8) * ((b << 8) >> 8) + c)
 valu("v_mad_u64_u32", "u64 mask", "u32 u32 u64", lambda a, b, c: _multiply_add(a, b, c))
+valu("v_mad_i64_i32", "i64 mask", "i32 i32 i64", lambda a, b, c: _multiply_add_signed(a, b, c))
 for _k, _f in (("min", np.minimum), ("max", np.maximum)):
     for _t in ("i32", "u32", "i16", "u16"):
         valu(f"v_{_k}_{_t}", _t, f"{_t} {_t}", _f)
@@ -136,9 +156,6 @@ for _t in ("i32", "u32"):
         f"{_t} {_t} {_t}",
         lambda a, b, c: np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c)),
     )
-valu("v_add_u16", "u16", "u16 u16", lambda a, b: a + b)
-valu("v_sub_u16", "u16", "u16 u16", lambda a, b: a - b)
-valu("v_subrev_u16", "u16", "u16 u16", lambda a, b: b - a)
 valu("v_mul_lo_u16", "u16", "u16 u16", lambda a, b: a * b)
 valu("v_sad_u32", "u32", "u32 u32 u32", lambda a, b, c: np.where(a > b, a - b, b - a) + c)
 
@@ -147,6 +164,12 @@ def _multiply_add(a: Any, b: Any, c: Any) -> Any:
     product = _u64(a) * b
     total = product + c
     return total, total < product
+
+
+def _multiply_add_signed(a: Any, b: Any, c: Any) -> Any:
+    product = np.asarray(a).astype(np.int64) * b
+    total = product + c
+    return total, (total < product) != (c < 0)
 
 
 # --- carries: e32 encodings name vcc in the text, so the operands are always explicit

@@ -86,10 +86,14 @@ class LocalMemory:
         size = data.shape[2]
         index, waves = self._flat(m, ins, address, active, size)
         numbers = np.broadcast_to(number[:, None], active.shape)[active]
-        self._check_write(m, ins, index, waves, numbers, counter)
         if counter == LGKM:
             self._count_conflicts(m, address, active, size)
-        self.data[index] = data[active]
+        new = data[active]
+        # Compilers let waves write equal values to one byte (replicated layouts): harmless in any order.
+        self._check_write(m, ins, index, waves, numbers, counter, self.data[index] != new)
+        self.data[index] = new
+        if ((self.data[index] != new) & (self.writer[index] != waves[:, None])).any():
+            m.tracker.report("lds", ins, "two waves write different values to one byte in the same step")
 
     # --- ordering
     def _unordered_writer(self, m: Machine, index: np.ndarray, waves: np.ndarray) -> np.ndarray:
@@ -116,18 +120,18 @@ class LocalMemory:
         if len(waves):  # lanes of different waves reading one byte in the same step
             self.many_readers[index] |= self.reader[index] != waves[:, None]
 
-    def _check_write(self, m: Machine, ins: Instruction, index: Any, waves: Any, number: Any, counter: int) -> None:
-        if self._unordered_writer(m, index, waves).any():
+    def _check_write(
+        self, m: Machine, ins: Instruction, index: Any, waves: Any, number: Any, counter: int, changes: np.ndarray
+    ) -> None:
+        if (self._unordered_writer(m, index, waves) & changes).any():
             m.tracker.report("lds", ins, "overwrites a byte whose write is not ordered by a wait and a barrier")
         owner = self.reader[index]
         fresh = (owner >= 0) & (self.reader_number[index] > self.synced[LGKM, np.maximum(owner, 0)])
-        if (fresh & ((owner != waves[:, None]) | self.many_readers[index])).any():
+        if (fresh & changes & ((owner != waves[:, None]) | self.many_readers[index])).any():
             m.tracker.report("lds", ins, "overwrites a byte whose read is not ordered by a wait and a barrier")
         self.writer[index] = waves[:, None]
         self.writer_number[index] = number[:, None]
         self.writer_counter[index] = counter
-        if (self.writer[index] != waves[:, None]).any():
-            m.tracker.report("lds", ins, "two waves write one byte in the same step")
 
     def _count_conflicts(self, m: Machine, address: np.ndarray, active: np.ndarray, size: int) -> None:
         """Add the extra cycles of the access: lanes are served in groups that fill all banks once (32 lanes of 4
@@ -149,9 +153,10 @@ class LocalMemory:
 
 
 # --- reads and writes
-def _address(ins: Instruction, o: Operand) -> Callable[[Machine], np.ndarray]:
+def _address(ins: Instruction, o: Operand) -> Callable[[Machine, int], np.ndarray]:
+    """`address(machine, offset)`: byte addresses, computed modulo 2^32 as the hardware does."""
     word = raw32(o, ins)
-    return lambda m: word(m).astype(np.int64)
+    return lambda m, offset: (word(m) + _U32(offset)).astype(np.int64)
 
 
 def _read(kind: str, size: int) -> Callable[[Instruction], Run]:
@@ -160,7 +165,7 @@ def _read(kind: str, size: int) -> Callable[[Instruction], Run]:
         address, offset = _address(ins, source), ins.take_int("offset")
 
         def run(m: Machine) -> None:
-            data = m.lds.read(m, ins, address(m) + offset, m.lanes, size)
+            data = m.lds.read(m, ins, address(m, offset), m.lanes, size)
             write_loaded(m, destination, data, kind)
             m.tracker.issue(m, LGKM, destination.keys)
 
@@ -177,7 +182,7 @@ def _write(size: int, high: bool = False) -> Callable[[Instruction], Run]:
         def run(m: Machine) -> None:
             number = m.tracker.issue(m, LGKM, ())
             data = stored_bytes(m, source, size, high)
-            m.lds.write(m, ins, address(m) + offset, m.lanes, data, LGKM, number)
+            m.lds.write(m, ins, address(m, offset), m.lanes, data, LGKM, number)
 
         return run
 
@@ -206,8 +211,7 @@ def _read2(size: int, stride: int) -> Callable[[Instruction], Run]:
         address, offsets = _address(ins, source), _pair_offsets(ins, size * stride)
 
         def run(m: Machine) -> None:
-            base = address(m)
-            parts = [m.lds.read(m, ins, base + offset, m.lanes, size) for offset in offsets]
+            parts = [m.lds.read(m, ins, address(m, offset), m.lanes, size) for offset in offsets]
             write_loaded(m, destination, np.concatenate(parts, axis=2), "b32")
             m.tracker.issue(m, LGKM, destination.keys)
 
@@ -223,9 +227,9 @@ def _write2(size: int, stride: int) -> Callable[[Instruction], Run]:
 
         def run(m: Machine) -> None:
             number = m.tracker.issue(m, LGKM, ())
-            base = address(m)
             for source, offset in zip(sources, offsets, strict=True):
-                m.lds.write(m, ins, base + offset, m.lanes, stored_bytes(m, source, size, False), LGKM, number)
+                data = stored_bytes(m, source, size, False)
+                m.lds.write(m, ins, address(m, offset), m.lanes, data, LGKM, number)
 
         return run
 
@@ -237,6 +241,41 @@ for _name, _size in {"b32": 4, "b64": 8}.items():
     register(f"ds_read2st64_{_name}", _read2(_size, 64))
     register(f"ds_write2_{_name}", _write2(_size, 1))
     register(f"ds_write2st64_{_name}", _write2(_size, 64))
+
+
+def _read_transposed(bits: int) -> Callable[[Instruction], Run]:
+    """ds_read_b64_tr_b*: groups of 16 lanes read a K x 16 matrix, rows contiguous in memory, and each lane keeps one
+    column (CDNA4 ISA, "MFMA Transpose Load from LDS"). A lane supplies 64 bits (96 for 6-bit elements), that is
+    `n` elements; 16 / n lanes supply a row; lane i receives element i of every row."""
+    size = 12 if bits == 6 else 8
+    n = 8 * size // bits
+    lane, element = np.arange(LANES), np.arange(n)
+    column = lane % 16
+    source_lane = (lane - column)[:, None] + (16 // n) * element[None, :] + (column // n)[:, None]
+    source_element = np.broadcast_to((column % n)[:, None], source_lane.shape)
+
+    def build(ins: Instruction) -> Run:
+        destination, source = ins.operands
+        address, offset = _address(ins, source), ins.take_int("offset")
+
+        def run(m: Machine) -> None:
+            if not m.full:
+                raise ins.unsupported("transposing read with inactive lanes")
+            data = m.lds.read(m, ins, address(m, offset), m.lanes, size)
+            stream = np.unpackbits(data.view(np.uint8), axis=-1, bitorder="little")
+            elements = stream.reshape(m.count, LANES, n, bits)
+            moved = elements[:, source_lane, source_element].reshape(m.count, LANES, -1)
+            packed = np.packbits(moved, axis=-1, bitorder="little").view(_U32)
+            write_loaded(m, destination, packed, "b32")
+            m.tracker.issue(m, LGKM, destination.keys)
+
+        return run
+
+    return build
+
+
+for _bits, _name in ((16, "b64_tr_b16"), (8, "b64_tr_b8"), (4, "b64_tr_b4"), (6, "b96_tr_b6")):
+    register(f"ds_read_{_name}", _read_transposed(_bits), ("gfx950",))
 
 
 # --- permutes: they use the LDS crossbar, not its memory

@@ -34,7 +34,8 @@ DTYPES: dict[str, Any] = {
     "f64": np.float64,
 }
 FLOATS = {"f16", "f32", "f64"}
-_SIGN = {"f16": np.uint16(0x8000), "f32": np.uint32(0x80000000), "f64": np.uint64(1 << 63)}
+# b32 is here for v_cndmask_b32, whose source modifiers act on the sign bit.
+_SIGN = {"b32": np.uint32(0x80000000), "f16": np.uint16(0x8000), "f32": np.uint32(0x80000000), "f64": np.uint64(1 << 63)}
 _TINY = np.float32(2.0**-126)
 
 
@@ -88,13 +89,13 @@ def _with_sign(read: Reader, o: Operand, kind: str) -> Reader:
     if not (o.neg or o.abs):
         return read
     sign, absolute, negative = _SIGN[kind], o.abs, o.neg
-    unsigned, floating = DTYPES["u" + kind[1:]], DTYPES[kind]
+    unsigned, own = DTYPES["u" + kind[1:]], DTYPES[kind]
 
     def modified(m: Machine) -> Any:
         bits = read(m).view(unsigned)
         if absolute:
             bits = bits & ~sign
-        return (bits ^ sign if negative else bits).view(floating)
+        return (bits ^ sign if negative else bits).view(own)
 
     return modified
 
@@ -113,7 +114,7 @@ def reader(o: Operand, kind: str, instruction: Instruction, raw: Reader | None =
             raise instruction.unsupported(f"lane mask operand {o.text!r}")
         reg = o.reg
         return lambda m: m.mask(reg)
-    if (o.neg or o.abs) and kind not in FLOATS:
+    if (o.neg or o.abs) and kind not in _SIGN:
         raise instruction.unsupported(f"neg or abs on the {kind} operand {o.text}")
     if o.sext and raw is None:
         raise instruction.unsupported("sext outside SDWA")
