@@ -160,7 +160,13 @@ def _describe(kernel: Any, target: str) -> CompiledKernel:
     text = {k: v for k, v in kernel.asm.items() if isinstance(v, str)}
     if target == "sm_90":
         return CompiledKernel(
-            metadata.name, target, text["ptx"], kernel.asm["cubin"], metadata.shared, metadata.num_warps, stages=text
+            metadata.name,
+            target,
+            text["ptx"],
+            kernel.asm["cubin"],
+            metadata.shared,
+            metadata.num_warps,
+            stages=text,
         )
     asm = text["amdgcn"]
     return CompiledKernel(
@@ -197,7 +203,9 @@ def read_resources(asm: str) -> dict[str, Any]:
     for name, pattern in _RESOURCES.items():
         match = re.search(pattern, asm, re.MULTILINE)
         if match is None:
-            raise ValueError(f"the amdgcn text does not state {name} (looked for {pattern!r}): unknown LLVM format")
+            raise ValueError(
+                f"the amdgcn text does not state {name} (looked for {pattern!r}): unknown LLVM format"
+            )
         found[name] = int(match[1])
     found["arguments"] = _read_arguments(asm)
     return found

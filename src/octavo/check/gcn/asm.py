@@ -115,9 +115,8 @@ def parse(text: str) -> Program:
         if match := re.match(r"([.\w$]+):$", line):
             labels[match[1]] = len(instructions)
         elif line.startswith("."):
-            if match := re.match(r"\.amdhsa_(\w+)\s+(-?\w+)$", line):
-                if re.fullmatch(r"-?\d+", match[2]):
-                    directives[match[1]] = int(match[2])
+            if match := re.match(r"\.amdhsa_(\w+)\s+(-?\d+)$", line):
+                directives[match[1]] = int(match[2])
         else:
             instructions.append(parse_instruction(line, number))
     highest = {"v": 0, "a": 0}

@@ -44,7 +44,12 @@ valu("v_cvt_f32_f64", "f32", "f64", lambda x: np.asarray(x).astype(_F))
 valu("v_cvt_f64_i32", "f64", "i32", lambda x: np.asarray(x).astype(np.float64))
 valu("v_cvt_f64_u32", "f64", "u32", lambda x: np.asarray(x).astype(np.float64))
 for _i in range(4):
-    valu(f"v_cvt_f32_ubyte{_i}", "f32", "u32", lambda x, k=8 * _i: ((x >> np.uint32(k)) & np.uint32(255)).astype(_F))
+    valu(
+        f"v_cvt_f32_ubyte{_i}",
+        "f32",
+        "u32",
+        lambda x, k=8 * _i: ((x >> np.uint32(k)) & np.uint32(255)).astype(_F),
+    )
 
 
 def _pack_halves(low: Any, high: Any) -> Any:
@@ -59,7 +64,13 @@ def _toward_zero_f16(x: Any) -> Any:
 
 
 valu("v_pack_b32_f16", "b32", "b16 b16", _pack_halves)
-valu("v_cvt_pk_bf16_f32", "b32", "f32 f32", lambda a, b: _pack_halves(f32_to_bf16(a), f32_to_bf16(b)), targets=("gfx950",))
+valu(
+    "v_cvt_pk_bf16_f32",
+    "b32",
+    "f32 f32",
+    lambda a, b: _pack_halves(f32_to_bf16(a), f32_to_bf16(b)),
+    targets=("gfx950",),
+)
 valu(
     "v_cvt_pk_f16_f32",
     "b32",
@@ -67,7 +78,12 @@ valu(
     lambda a, b: _pack_halves(np.asarray(a).astype(np.float16), np.asarray(b).astype(np.float16)),
     targets=("gfx950",),
 )
-valu("v_cvt_pkrtz_f16_f32", "b32", "f32 f32", lambda a, b: _pack_halves(_toward_zero_f16(a), _toward_zero_f16(b)))
+valu(
+    "v_cvt_pkrtz_f16_f32",
+    "b32",
+    "f32 f32",
+    lambda a, b: _pack_halves(_toward_zero_f16(a), _toward_zero_f16(b)),
+)
 
 
 # --- FP8 and BF8. Their meaning depends on the target, which the machine knows.
@@ -173,7 +189,9 @@ def _halves(ins: Instruction, o: Any, kind: str) -> list[Reader]:
     view = np.float16 if kind == "f16" else np.uint16
     decode = _WIDE[kind]
     return [
-        lambda m, s=shift: decode(((word(m) >> np.uint32(s)) & np.uint32(0xFFFF)).astype(np.uint16).view(view))
+        lambda m, s=shift: decode(
+            ((word(m) >> np.uint32(s)) & np.uint32(0xFFFF)).astype(np.uint16).view(view)
+        )
         for shift in (0, 16)
     ]
 

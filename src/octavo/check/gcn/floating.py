@@ -104,7 +104,9 @@ for _t, _fma in (("f32", fma32), ("f16", fma16)):
 
 @instruction("v_fmamk_f32 v_madmk_f32")
 def _fma_multiply_constant(ins: Instruction) -> Run:
-    return build_valu(ins, Signature(("f32",), ("f32", "f32", "f32")), fma32)  # d = a * K + c, operands in that order
+    return build_valu(
+        ins, Signature(("f32",), ("f32", "f32", "f32")), fma32
+    )  # d = a * K + c, operands in that order
 
 
 @instruction("v_fmaak_f32 v_madak_f32")
@@ -118,7 +120,12 @@ def _ldexp(x: Any, n: Any) -> Any:
 
 valu("v_ldexp_f32", "f32", "f32 i32", _ldexp)
 valu("v_frexp_mant_f32", "f32", "f32", lambda x: np.where(np.isfinite(x), np.frexp(x)[0], x))
-valu("v_frexp_exp_i32_f32", "i32", "f32", lambda x: np.where(np.isfinite(x), np.frexp(x)[1], 0).astype(np.int32))
+valu(
+    "v_frexp_exp_i32_f32",
+    "i32",
+    "f32",
+    lambda x: np.where(np.isfinite(x), np.frexp(x)[1], 0).astype(np.int32),
+)
 valu("v_mul_legacy_f32", "f32", "f32 f32", lambda a, b: np.where((a == 0) | (b == 0), _F(0), a * b))
 
 

@@ -53,7 +53,12 @@ valu("v_lshl_add_u32", "u32", "u32 u32 u32", lambda a, n, c: (a << (n & np.uint3
 valu("v_add_lshl_u32", "u32", "u32 u32 u32", lambda a, b, n: (a + b) << (n & np.uint32(31)))
 valu("v_lshl_add_u64", "u64", "u64 u32 u64", lambda a, n, c: (a << _u64(n & np.uint32(7))) + c)
 valu("v_alignbit_b32", "b32", "b32 b32 u32", lambda hi, lo, n: _align(hi, lo, n & np.uint32(31)))
-valu("v_alignbyte_b32", "b32", "b32 b32 u32", lambda hi, lo, n: _align(hi, lo, (n & np.uint32(3)) * np.uint32(8)))
+valu(
+    "v_alignbyte_b32",
+    "b32",
+    "b32 b32 u32",
+    lambda hi, lo, n: _align(hi, lo, (n & np.uint32(3)) * np.uint32(8)),
+)
 
 
 def _align(high: Any, low: Any, n: Any) -> Any:
@@ -75,7 +80,12 @@ def _field_signed(a: Any, offset: Any, size: Any) -> Any:
 
 valu("v_bfe_u32", "u32", "u32 u32 u32", _field_unsigned)
 valu("v_bfe_i32", "i32", "u32 u32 u32", _field_signed)
-valu("v_bfm_b32", "b32", "u32 u32", lambda n, at: ((np.uint32(1) << (n & 31)) - np.uint32(1)) << (at & np.uint32(31)))
+valu(
+    "v_bfm_b32",
+    "b32",
+    "u32 u32",
+    lambda n, at: ((np.uint32(1) << (n & 31)) - np.uint32(1)) << (at & np.uint32(31)),
+)
 
 
 def _permute_bytes(a: Any, b: Any, selector: Any) -> Any:
@@ -87,7 +97,9 @@ def _permute_bytes(a: Any, b: Any, selector: Any) -> Any:
         byte = (both >> (_u64(np.minimum(code, 7)) * _U64(8))) & _U64(0xFF)
         if np.any(code > 7):
             sign = (both >> (_u64(code & np.uint32(3)) * _U64(16) + _U64(15))) & _U64(1)
-            byte = np.where(code > 7, np.where(code < 12, sign * _U64(0xFF), np.where(code == 12, 0, 0xFF)), byte)
+            byte = np.where(
+                code > 7, np.where(code < 12, sign * _U64(0xFF), np.where(code == 12, 0, 0xFF)), byte
+            )
         result |= byte.astype(np.uint32) << np.uint32(8 * i)
     return result
 
@@ -283,5 +295,3 @@ def _swap(ins: Instruction) -> Run:
         wb(m, x)
 
     return run
-
-

@@ -45,7 +45,7 @@ DPP_SOURCES: dict[str, Callable[[int], np.ndarray]] = {
     "row_half_mirror": lambda n: (_LANE & 56) + 7 - (_LANE & 7),
     "row_newbcast": lambda n: _ROW + n,
     # Lane 15 of a row goes to the whole next row; lane 31 goes to rows 2 and 3. Other lanes have no source.
-    "row_bcast": lambda n: np.where(_LANE > n, (_ROW - 1) if n == 15 else 31, -1),
+    "row_bcast": lambda n: np.where(n < _LANE, (_ROW - 1) if n == 15 else 31, -1),
 }
 
 
@@ -92,7 +92,11 @@ def dpp_control(ins: Instruction) -> DppControl:
 
 
 # --- sub-dword addressing
-_PARTS = {"DWORD": (0, 32)} | {f"WORD_{i}": (16 * i, 16) for i in range(2)} | {f"BYTE_{i}": (8 * i, 8) for i in range(4)}
+_PARTS = (
+    {"DWORD": (0, 32)}
+    | {f"WORD_{i}": (16 * i, 16) for i in range(2)}
+    | {f"BYTE_{i}": (8 * i, 8) for i in range(4)}
+)
 
 
 def _part(ins: Instruction, name: str) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 # Importing these fills the instruction table.
-from . import convert, floating, integer, lds, memory, mfma, packed, scalar  # noqa: F401
+from . import atomics, convert, floating, integer, lds, memory, mfma, packed, scalar  # noqa: F401
 from .asm import VCC, Instruction, Program, parse
 from .errors import ExecutionError
 from .lds import LocalMemory
@@ -153,7 +153,7 @@ def _step(ins: Instruction, target: str) -> Step:
     keys = {k for o in ins.operands for k in o.keys}
     if "vcc" in ins.name or ins.name == "v_div_fmas_f32":
         keys |= {512 + VCC, 513 + VCC}
-    loads = in_order is not None and "_store" not in ins.name and "_write" not in ins.name and ins.operands
+    loads = in_order is not None and ("_load" in ins.name or "_read" in ins.name) and ins.operands
     destination = frozenset(ins.operands[0].keys) if loads else frozenset()
     sources = {k for o in ins.operands[1:] for k in o.keys}
     run = build(ins, target)
@@ -255,7 +255,9 @@ def _pack_arguments(code: Any, args: Sequence[Any], space: GlobalMemory, kernarg
     for value, slot in zip(args, code.arguments, strict=False):
         if slot.kind == "global_buffer":
             if not isinstance(value, np.ndarray) or not value.flags.c_contiguous:
-                raise ValueError(f"argument at offset {slot.offset} must be a C-contiguous array, not {type(value)}")
+                raise ValueError(
+                    f"argument at offset {slot.offset} must be a C-contiguous array, not {type(value)}"
+                )
             data = np.uint64(space.address(value)).tobytes()
         elif isinstance(value, np.ndarray):
             raise ValueError(f"argument at offset {slot.offset} must be a number, not an array")

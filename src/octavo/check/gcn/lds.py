@@ -38,6 +38,7 @@ class LocalMemory:
         self.writer = np.full(total, -1, np.int32)
         self.writer_number = np.zeros(total, np.int64)
         self.writer_counter = np.zeros(total, np.int8)
+        self.writer_atomic = np.zeros(total, bool)
         self.reader = np.full(total, -1, np.int32)
         self.reader_number = np.zeros(total, np.int64)
         self.many_readers = np.zeros(total, bool)
@@ -60,7 +61,9 @@ class LocalMemory:
         start = m.workgroup[waves] * self.size + lane_address
         return start[:, None] + np.arange(size), waves
 
-    def read(self, m: Machine, ins: Instruction, address: np.ndarray, active: np.ndarray, size: int) -> np.ndarray:
+    def read(
+        self, m: Machine, ins: Instruction, address: np.ndarray, active: np.ndarray, size: int
+    ) -> np.ndarray:
         """uint32[count, 64, words] read as a DS operation; sizes below a word are zero-extended."""
         index, waves = self._flat(m, ins, address, active, size)
         number = m.tracker.issued[LGKM][waves] + 1  # the caller issues the operation after reading
@@ -95,6 +98,25 @@ class LocalMemory:
         if ((self.data[index] != new) & (self.writer[index] != waves[:, None])).any():
             m.tracker.report("lds", ins, "two waves write different values to one byte in the same step")
 
+    def atomic_access(
+        self,
+        m: Machine,
+        ins: Instruction,
+        address: np.ndarray,
+        active: np.ndarray,
+        size: int,
+        number: np.ndarray,
+    ) -> np.ndarray:
+        """Flat byte offsets [n] of an atomic operation. Atomics of different waves need no order among themselves,
+        but do against plain reads and writes."""
+        index, waves = self._flat(m, ins, address, active, size)
+        numbers = np.broadcast_to(number[:, None], active.shape)[active]
+        plain = ~self.writer_atomic[index]
+        self._count_conflicts(m, address, active, size)
+        self._check_write(m, ins, index, waves, numbers, LGKM, plain)
+        self.writer_atomic[index] = True
+        return index[:, 0]
+
     # --- ordering
     def _unordered_writer(self, m: Machine, index: np.ndarray, waves: np.ndarray) -> np.ndarray:
         """True where the byte's last write is not ordered before an access of `waves`."""
@@ -121,17 +143,29 @@ class LocalMemory:
             self.many_readers[index] |= self.reader[index] != waves[:, None]
 
     def _check_write(
-        self, m: Machine, ins: Instruction, index: Any, waves: Any, number: Any, counter: int, changes: np.ndarray
+        self,
+        m: Machine,
+        ins: Instruction,
+        index: Any,
+        waves: Any,
+        number: Any,
+        counter: int,
+        changes: np.ndarray,
     ) -> None:
         if (self._unordered_writer(m, index, waves) & changes).any():
-            m.tracker.report("lds", ins, "overwrites a byte whose write is not ordered by a wait and a barrier")
+            m.tracker.report(
+                "lds", ins, "overwrites a byte whose write is not ordered by a wait and a barrier"
+            )
         owner = self.reader[index]
         fresh = (owner >= 0) & (self.reader_number[index] > self.synced[LGKM, np.maximum(owner, 0)])
         if (fresh & changes & ((owner != waves[:, None]) | self.many_readers[index])).any():
-            m.tracker.report("lds", ins, "overwrites a byte whose read is not ordered by a wait and a barrier")
+            m.tracker.report(
+                "lds", ins, "overwrites a byte whose read is not ordered by a wait and a barrier"
+            )
         self.writer[index] = waves[:, None]
         self.writer_number[index] = number[:, None]
         self.writer_counter[index] = counter
+        self.writer_atomic[index] = False
 
     def _count_conflicts(self, m: Machine, address: np.ndarray, active: np.ndarray, size: int) -> None:
         """Add the extra cycles of the access: lanes are served in groups that fill all banks once (32 lanes of 4
@@ -153,7 +187,7 @@ class LocalMemory:
 
 
 # --- reads and writes
-def _address(ins: Instruction, o: Operand) -> Callable[[Machine, int], np.ndarray]:
+def lds_address(ins: Instruction, o: Operand) -> Callable[[Machine, int], np.ndarray]:
     """`address(machine, offset)`: byte addresses, computed modulo 2^32 as the hardware does."""
     word = raw32(o, ins)
     return lambda m, offset: (word(m) + _U32(offset)).astype(np.int64)
@@ -162,7 +196,7 @@ def _address(ins: Instruction, o: Operand) -> Callable[[Machine, int], np.ndarra
 def _read(kind: str, size: int) -> Callable[[Instruction], Run]:
     def build(ins: Instruction) -> Run:
         destination, source = ins.operands
-        address, offset = _address(ins, source), ins.take_int("offset")
+        address, offset = lds_address(ins, source), ins.take_int("offset")
 
         def run(m: Machine) -> None:
             data = m.lds.read(m, ins, address(m, offset), m.lanes, size)
@@ -177,7 +211,7 @@ def _read(kind: str, size: int) -> Callable[[Instruction], Run]:
 def _write(size: int, high: bool = False) -> Callable[[Instruction], Run]:
     def build(ins: Instruction) -> Run:
         place, source = ins.operands
-        address, offset = _address(ins, place), ins.take_int("offset")
+        address, offset = lds_address(ins, place), ins.take_int("offset")
 
         def run(m: Machine) -> None:
             number = m.tracker.issue(m, LGKM, ())
@@ -208,7 +242,7 @@ def _pair_offsets(ins: Instruction, unit: int) -> tuple[int, int]:
 def _read2(size: int, stride: int) -> Callable[[Instruction], Run]:
     def build(ins: Instruction) -> Run:
         destination, source = ins.operands
-        address, offsets = _address(ins, source), _pair_offsets(ins, size * stride)
+        address, offsets = lds_address(ins, source), _pair_offsets(ins, size * stride)
 
         def run(m: Machine) -> None:
             parts = [m.lds.read(m, ins, address(m, offset), m.lanes, size) for offset in offsets]
@@ -223,7 +257,7 @@ def _read2(size: int, stride: int) -> Callable[[Instruction], Run]:
 def _write2(size: int, stride: int) -> Callable[[Instruction], Run]:
     def build(ins: Instruction) -> Run:
         place, *sources = ins.operands
-        address, offsets = _address(ins, place), _pair_offsets(ins, size * stride)
+        address, offsets = lds_address(ins, place), _pair_offsets(ins, size * stride)
 
         def run(m: Machine) -> None:
             number = m.tracker.issue(m, LGKM, ())
@@ -256,7 +290,7 @@ def _read_transposed(bits: int) -> Callable[[Instruction], Run]:
 
     def build(ins: Instruction) -> Run:
         destination, source = ins.operands
-        address, offset = _address(ins, source), ins.take_int("offset")
+        address, offset = lds_address(ins, source), ins.take_int("offset")
 
         def run(m: Machine) -> None:
             if not m.full:

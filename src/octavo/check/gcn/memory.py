@@ -71,7 +71,9 @@ class GlobalMemory:
         bad = (segment < 0) | (at + size > self.ends[np.maximum(segment, 0)])
         if bad.any():
             first = int(address.reshape(-1)[np.argmax(bad.reshape(-1))])
-            raise MemoryFault(f"{ins.where()}: {size} bytes at {first:#x} lie outside every argument's memory")
+            raise MemoryFault(
+                f"{ins.where()}: {size} bytes at {first:#x} lie outside every argument's memory"
+            )
         return at
 
     def load(self, at: np.ndarray, words: int) -> np.ndarray:
@@ -83,7 +85,6 @@ class GlobalMemory:
     def store(self, at: np.ndarray, data: np.ndarray) -> None:
         """Store uint8[n, size] at byte offsets."""
         self.bytes[at[:, None] + np.arange(data.shape[1])] = data
-
 
 
 # --- scalar loads
@@ -112,7 +113,7 @@ for _words in (1, 2, 4, 8, 16):
 
 
 # --- vector addresses
-def _take_cache_flags(ins: Instruction) -> None:
+def take_cache_flags(ins: Instruction) -> None:
     for flag in ("sc0", "sc1", "nt", "glc", "slc"):
         ins.take(flag)
 
@@ -167,7 +168,9 @@ _SIZES = {"ubyte": 1, "sbyte": 1, "ushort": 2, "sshort": 2, "short": 2, "byte": 
 _SIZES |= {f"dwordx{n}": 4 * n for n in (2, 3, 4)}
 
 
-def load_vector(m: Machine, ins: Instruction, address: np.ndarray, active: np.ndarray, size: int) -> np.ndarray:
+def load_vector(
+    m: Machine, ins: Instruction, address: np.ndarray, active: np.ndarray, size: int
+) -> np.ndarray:
     """uint8[count, 64, padded size]: bytes of active lanes, zero elsewhere; padded to whole words."""
     words = -(-size // 4)
     out = np.zeros((m.count, LANES, words), _U32)
@@ -213,7 +216,7 @@ def stored_bytes(m: Machine, source: Operand, size: int, high: bool) -> np.ndarr
     return np.ascontiguousarray(np.stack(words, axis=-1)).view(np.uint8)[..., :size]
 
 
-def _check_registers(ins: Instruction, o: Operand, size: int) -> None:
+def check_registers(ins: Instruction, o: Operand, size: int) -> None:
     if o.kind != "v" or o.count != -(-size // 4):
         raise ins.unsupported(f"data operand {o.text} for {size} bytes")
 
@@ -222,13 +225,12 @@ def _load(kind: str, buffer: bool) -> Callable[[Instruction], Run]:
     size = _SIZES[kind.removesuffix("_hi").removesuffix("_d16")]
 
     def build(ins: Instruction) -> Run:
-        if ins.modifiers.get("lds"):
-            ins.take("lds")
+        if ins.take_flag("lds"):
             return _load_to_lds(ins, size)
-        _take_cache_flags(ins)
+        take_cache_flags(ins)
         destination = ins.operands[0]
-        _check_registers(ins, destination, size)
-        place = _place(ins, buffer, ins.operands[1:])
+        check_registers(ins, destination, size)
+        place = place_operands(ins, buffer, ins.operands[1:])
 
         def run(m: Machine) -> None:
             address, active = place(m, size)
@@ -245,13 +247,13 @@ def _store(kind: str, buffer: bool) -> Callable[[Instruction], Run]:
     high = kind.endswith("_d16_hi")
 
     def build(ins: Instruction) -> Run:
-        _take_cache_flags(ins)
+        take_cache_flags(ins)
         if buffer:
             source, places = ins.operands[0], ins.operands[1:]
         else:
             source, places = ins.operands[1], (ins.operands[0], *ins.operands[2:])
-        _check_registers(ins, source, size)
-        place = _place(ins, buffer, places)
+        check_registers(ins, source, size)
+        place = place_operands(ins, buffer, places)
 
         def run(m: Machine) -> None:
             address, active = place(m, size)
@@ -264,7 +266,7 @@ def _store(kind: str, buffer: bool) -> Callable[[Instruction], Run]:
     return build
 
 
-def _place(ins: Instruction, buffer: bool, operands: tuple[Operand, ...]) -> Callable[..., Any]:
+def place_operands(ins: Instruction, buffer: bool, operands: tuple[Operand, ...]) -> Callable[..., Any]:
     """`place(machine, size)` gives addresses and the lanes that access memory."""
     if buffer:
         vector = operands[0] if operands[0].kind == "v" else None
@@ -275,8 +277,9 @@ def _place(ins: Instruction, buffer: bool, operands: tuple[Operand, ...]) -> Cal
             return address, inside & m.lanes
 
         return place_buffer
-    base = operands[1] if len(operands) > 1 else Operand("word", text="off")  # flat_* has no base operand
-    address = global_address(ins, base, operands[0])
+    vector, *rest = operands
+    base = rest[0] if rest else Operand("word", text="off")  # flat_* has no base operand
+    address = global_address(ins, base, vector)
     return lambda m, size: (np.broadcast_to(address(m), m.lanes.shape), m.lanes)
 
 
@@ -284,12 +287,12 @@ def _load_to_lds(ins: Instruction, size: int) -> Run:
     """Load straight into LDS at M0 + offset + lane * size: no register is written; vmcnt says when it is done."""
     if size % 4:
         raise ins.unsupported("direct-to-LDS loads of less than a word")
-    _take_cache_flags(ins)
+    take_cache_flags(ins)
     offset = int(ins.modifiers.get("offset", "0"), 0)
     if ins.name.startswith("buffer_"):
-        place = _place(ins, True, ins.operands)
+        place = place_operands(ins, True, ins.operands)
     else:
-        place = _place(ins, False, ins.operands)
+        place = place_operands(ins, False, ins.operands)
 
     def run(m: Machine) -> None:
         address, inside = place(m, size)
@@ -324,7 +327,9 @@ def _waitcnt(ins: Instruction) -> Run:
         name, _, rest = o.text.partition("(")
         if not rest or name not in ("vmcnt", "lgkmcnt", "expcnt"):
             raise ins.unsupported(f"s_waitcnt operand {o.text!r}")
-        if name != "expcnt":  # exports do not exist in compute kernels, and gfx9 stores do not use this counter
+        if (
+            name != "expcnt"
+        ):  # exports do not exist in compute kernels, and gfx9 stores do not use this counter
             limits[VM if name == "vmcnt" else LGKM] = int(rest.rstrip(")"))
 
     def run(m: Machine) -> None:
@@ -332,57 +337,3 @@ def _waitcnt(ins: Instruction) -> Run:
             m.tracker.wait(m, counter, allowed)
 
     return run
-
-
-# --- atomics: lanes act one after the other
-_ATOMICS: dict[str, tuple[Any, Callable[[Any, Any], Any]]] = {
-    "add": (np.uint32, lambda old, x: old + x),
-    "sub": (np.uint32, lambda old, x: old - x),
-    "smin": (np.int32, min),
-    "smax": (np.int32, max),
-    "umin": (np.uint32, min),
-    "umax": (np.uint32, max),
-    "and": (np.uint32, lambda old, x: old & x),
-    "or": (np.uint32, lambda old, x: old | x),
-    "xor": (np.uint32, lambda old, x: old ^ x),
-    "swap": (np.uint32, lambda old, x: x),
-    "add_f32": (np.float32, lambda old, x: old + x),
-}
-
-
-def _atomic(name: str, dtype: Any, function: Callable[[Any, Any], Any], buffer: bool) -> None:
-    def build(ins: Instruction) -> Run:
-        returns = ins.take_flag("sc0")  # on gfx942 and gfx950, sc0 asks an atomic for the old value
-        _take_cache_flags(ins)
-        operands = list(ins.operands)
-        if buffer:
-            destination = source = operands.pop(0)
-            place = _place(ins, True, tuple(operands))
-        else:
-            destination = operands.pop(0) if returns else None
-            source = operands.pop(1)
-            place = _place(ins, False, tuple(operands))
-
-        def run(m: Machine) -> None:
-            address, active = place(m, 4)
-            at = m.memory.locate(address[active], 4, ins)
-            values = m.rv(source.reg)[active].view(dtype)
-            memory = m.memory.bytes.view(dtype)
-            old = np.zeros(len(at), dtype)
-            for i, (word, value) in enumerate(zip(at >> 2, values, strict=True)):
-                old[i] = memory[word]
-                memory[word] = function(old[i], value)
-            if returns and destination is not None:
-                result = np.zeros((m.count, LANES), _U32)
-                result[active] = old.view(_U32)
-                m.wv(destination.reg, result)
-            m.tracker.issue(m, VM, destination.keys if returns and destination is not None else ())
-
-        return run
-
-    register(f"{'buffer' if buffer else 'global'}_atomic_{name}", build)
-
-
-for _name, (_dtype, _function) in _ATOMICS.items():
-    for _buffer in (False, True):
-        _atomic(_name, _dtype, _function, _buffer)

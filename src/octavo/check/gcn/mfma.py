@@ -110,7 +110,9 @@ def _accumulator(ins: Instruction, o: Operand, registers: int, kind: str) -> Cal
         return lambda m: np.float64(value)
     if o.kind != "v" or o.count != registers:
         raise ins.unsupported(f"accumulator {o.text}")
-    return lambda m: np.stack([m.rv(o.reg + i) for i in range(registers)], axis=1).view(dtype).astype(np.float64)
+    return lambda m: (
+        np.stack([m.rv(o.reg + i) for i in range(registers)], axis=1).view(dtype).astype(np.float64)
+    )
 
 
 def _check_operand(ins: Instruction, o: Operand, values: int, bits: int) -> None:
@@ -253,4 +255,3 @@ for _size, _depth in ((32, 64), (16, 128)):
     _shape = f"{_size}x{_size}x{_depth}"
     register(f"v_mfma_f32_{_shape}_f8f6f4", _f8f6f4(False, _size, _depth), ("gfx950",))
     register(f"v_mfma_scale_f32_{_shape}_f8f6f4", _f8f6f4(True, _size, _depth), ("gfx950",))
-

@@ -35,7 +35,12 @@ DTYPES: dict[str, Any] = {
 }
 FLOATS = {"f16", "f32", "f64"}
 # b32 is here for v_cndmask_b32, whose source modifiers act on the sign bit.
-_SIGN = {"b32": np.uint32(0x80000000), "f16": np.uint16(0x8000), "f32": np.uint32(0x80000000), "f64": np.uint64(1 << 63)}
+_SIGN = {
+    "b32": np.uint32(0x80000000),
+    "f16": np.uint16(0x8000),
+    "f32": np.uint32(0x80000000),
+    "f64": np.uint64(1 << 63),
+}
 _TINY = np.float32(2.0**-126)
 
 
@@ -106,7 +111,9 @@ def _maybe_flush(read: Reader, kind: str) -> Reader:
     return lambda m: flush(read(m)) if m.flush32 else read(m)
 
 
-def reader(o: Operand, kind: str, instruction: Instruction, raw: Reader | None = None, high: bool = False) -> Reader:
+def reader(
+    o: Operand, kind: str, instruction: Instruction, raw: Reader | None = None, high: bool = False
+) -> Reader:
     """Typed reader of `o`. `raw` replaces the register read (DPP, SDWA); `high` takes the upper half of a word."""
     if kind == "mask":
         _need(o, 2, instruction)
@@ -145,7 +152,9 @@ def _reader64(o: Operand, kind: str, instruction: Instruction) -> Reader:
         return lambda m: m.rs64(reg).view(dtype)[:, None]
     if o.kind == "v":
         reg = o.reg
-        return lambda m: (m.rv(reg).astype(np.uint64) | (m.rv(reg + 1).astype(np.uint64) << np.uint64(32))).view(dtype)
+        return lambda m: (
+            m.rv(reg).astype(np.uint64) | (m.rv(reg + 1).astype(np.uint64) << np.uint64(32))
+        ).view(dtype)
     raise instruction.unsupported(f"operand {o.text!r}")
 
 

@@ -146,7 +146,7 @@ for _bits, _b, _u, _i in ((32, "b32", "u32", "i32"), (64, "b64", "u64", "i64")):
     salu(f"s_ff1_i32_{_b}", "i32", _b, trailing_zeros)
     salu(f"s_flbit_i32_{_b}", "i32", _b, lambda a, k=_bits: leading_zeros(a, k))
 
-salu("s_bfm_b32", "b32", "u32 u32", lambda n, at: (((np.uint32(1) << (n & 31)) - np.uint32(1)) << (at & 31)))
+salu("s_bfm_b32", "b32", "u32 u32", lambda n, at: ((np.uint32(1) << (n & 31)) - np.uint32(1)) << (at & 31))
 salu("s_add_i32", "i32", "i32 i32", _signed_add, "pair")
 salu("s_sub_i32", "i32", "i32 i32", _signed_sub, "pair")
 salu("s_add_u32", "u32", "u32 u32", _carry_add, "pair")

@@ -51,6 +51,19 @@ class Machine:
         self.count = waves
         self.select(None)
 
+    # --- control flow, which Executor (launch.py) implements
+    def branch(self, label: str, taken: np.ndarray) -> None:
+        """Send the selected waves in `taken` to `label` and the others to the next instruction."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """End the selected waves."""
+        raise NotImplementedError
+
+    def barrier(self) -> None:
+        """Make the selected waves wait for their workgroups."""
+        raise NotImplementedError
+
     def select(self, idx: np.ndarray | None) -> None:
         """Let instructions act on these waves only (None: on all)."""
         self.idx = idx
@@ -166,7 +179,9 @@ class Machine:
 def _initial_mode(program: Program) -> int:
     d = program.directives
     if d.get("float_round_mode_32", 0) or d.get("float_round_mode_16_64", 0):
-        raise ExecutionError("only round to nearest even is modelled; the kernel asks for another rounding mode")
+        raise ExecutionError(
+            "only round to nearest even is modelled; the kernel asks for another rounding mode"
+        )
     return (
         d.get("float_denorm_mode_32", 3) << 4
         | d.get("float_denorm_mode_16_64", 3) << 6

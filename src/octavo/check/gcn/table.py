@@ -133,7 +133,10 @@ def build_valu(ins: Instruction, signature: Signature, function: Callable[..., A
     writers = None
     selects = [0] * (len(sources) + 1)
     if ins.encoding == "sdwa":
-        raws = [sdwa_select(ins, o, i) if t != "mask" else None for i, (o, t) in enumerate(zip(sources, signature.src))]
+        raws = [
+            sdwa_select(ins, o, i) if t != "mask" else None
+            for i, (o, t) in enumerate(zip(sources, signature.src))
+        ]
         if signature.dst[0] != "mask":
             writers = [sdwa_writer(ins, destinations[0], width(signature.dst[0]))]
     elif ins.encoding == "dpp":
@@ -148,7 +151,9 @@ def build_valu(ins: Instruction, signature: Signature, function: Callable[..., A
         for o, t, raw, high in zip(sources, signature.src, raws, selects, strict=False)
     ]
     if writers is None:
-        writers = [writer(o, t, ins, bool(selects[-1])) for o, t in zip(destinations, signature.dst, strict=True)]
+        writers = [
+            writer(o, t, ins, bool(selects[-1])) for o, t in zip(destinations, signature.dst, strict=True)
+        ]
     modify = output_modifier(ins, signature.dst[0])
     if n == 1:
         write = writers[0]

@@ -87,6 +87,7 @@ class Tracker:
                 continue
             if counter != in_order:
                 name = f"s{key - 512}" if key >= 512 else f"v{key}" if key < 256 else f"a{key - 256}"
-                self.report("register", ins, f"{name} has a {('vector', 'LDS or scalar')[counter]} load pending")
+                self.report(
+                    "register", ins, f"{name} has a {('vector', 'LDS or scalar')[counter]} load pending"
+                )
                 numbers[index] = 0
-
