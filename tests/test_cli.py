@@ -147,3 +147,58 @@ def test_the_command_line_itself_loads_neither_the_trainer_nor_matplotlib() -> N
     code = "import sys, octavo.cli; print([m for m in ('octavo.trainer', 'matplotlib') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
+
+
+def test_info_names_devices_versions_and_every_kernel(octavo: Octavo) -> None:
+    status, shown, _ = octavo("info", "--json")
+    content = json.loads(shown)
+    assert status == 0
+    assert content["versions"]["torch"] == torch.__version__
+    assert content["kernels"]["cpu"]["scaled_mm"][-1]["kernel"] == "reference"
+    status, table, _ = octavo("info")
+    assert status == 0
+    for word in (
+        "e4m3fnuz",
+        "rowwise_with_gw_hp",
+        "scaled_grouped_mm",
+        "kernels on cpu",
+        "yes, chosen",
+    ):
+        assert word in table
+
+
+def test_explain_says_which_kernel_serves_and_why_not_the_others(octavo: Octavo) -> None:
+    status, shown, _ = octavo(
+        "explain", "scaled_mm", "17x64", "96x64", "--device", "cpu", "--recipe", "blockwise"
+    )
+    assert status == 0
+    verdicts = {line.split()[0]: line for line in shown.splitlines() if line.split()}
+    assert "yes, chosen" in verdicts["reference"]
+    assert "no: " in verdicts["torch"]
+
+
+def test_explain_answers_for_a_gpu_that_is_not_here(octavo: Octavo) -> None:
+    status, shown, _ = octavo("explain", "quantize", "64x64", "--arch", "gfx942")
+    assert status == 0
+    assert "yes, chosen" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["transmogrify"], "unknown op 'transmogrify'; use one of"),
+        (["scaled_mm"], "scaled_mm takes shapes"),
+        (["scaled_mm", "8x8", "eight"], "'eight' is no shape"),
+        (["quantize", "8x8", "--recipe", "fp4"], "unknown recipe 'fp4'"),
+        (["quantize", "8x8", "--recipe", "bf16"], "in high precision"),
+        (["quantize", "8x8", "--product", "sum"], "unknown product 'sum'"),
+        (["quantize", "8x8", "--dtype", "int8"], "--dtype is 'int8'"),
+        (["quantize", "8x8", "--device", "abacus"], "abacus"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_questions_are_one_line(octavo: Octavo, arguments: list[str], line: str) -> None:
+    status, shown, error = octavo("explain", *arguments)
+    assert (status, shown) == (2, "")
+    assert line in error
+    assert error.count("\n") == 1

@@ -6,8 +6,10 @@ quick, and what the user can mend ends in `_bad_input`: one line that says what 
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -167,3 +169,97 @@ def train(
     except UserError as error:
         raise typer.Exit(_bad_input(str(error))) from None
     return job.run(config, corpus, Console(), command=shlex.join(["octavo", *sys.argv[1:]]))
+
+
+@app.command()
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show devices, formats, versions, and every kernel with the reason why it cannot serve."""
+    from octavo.info import info as describe
+
+    content = describe()
+    if as_json:
+        typer.echo(json.dumps(content, indent=1))
+        return
+    versions = {name: version or "not installed" for name, version in content["versions"].items()}
+    _show("versions", ["package", "version"], versions.items())
+    devices = content["devices"]
+    keys = list(devices[-1])  # a GPU's, which has more to say than the CPU before it
+    _show("devices", keys, ([device.get(key, "-") for key in keys] for device in devices))
+    elements = content["formats"]["elements"].items()
+    _show(
+        "formats",
+        ["element", "max", "smallest"],
+        ((n, e["max"], f"{e['smallest']:.3g}") for n, e in elements),
+    )
+    scales = [*content["formats"]["granularities"], *content["formats"]["mx"]]
+    _show("scales", ["granularity"], ([scale] for scale in scales))
+    recipes = ((name, ", ".join(products) or "none") for name, products in content["recipes"].items())
+    _show("recipes", ["recipe", "products in 8 bits"], recipes)
+    for device, ops in content["kernels"].items():
+        rows = [(op, *_verdict_row(**verdict)) for op, verdicts in ops.items() for verdict in verdicts]
+        _show(f"kernels on {device}", ["op", "kernel", "serves"], rows)
+
+
+@app.command()
+def explain(
+    op: Annotated[str, typer.Argument(help="quantize, scaled_mm, scaled_grouped_mm, grouped_mm, ...")],
+    shapes: Annotated[
+        list[str] | None, typer.Argument(help="Operands' shapes: 8192x4096 14336x4096.")
+    ] = None,
+    recipe: Annotated[str, typer.Option(help="Whose formats.")] = "rowwise",
+    product: Annotated[str, typer.Option(help="output, grad_input or grad_weight.")] = "output",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    device: Annotated[
+        str | None, typer.Option(help="Where the tensors are.", show_default="a GPU if any")
+    ] = None,
+    arch: Annotated[
+        str | None,
+        typer.Option(help="Answer as this GPU would, which need not be here: gfx942, gfx950, sm_90."),
+    ] = None,
+) -> None:
+    """Say which kernel an op would choose for operands of these shapes, and why not the others."""
+    import torch
+
+    from octavo import info as description
+
+    dtypes = {str(d).removeprefix("torch."): d for d in (torch.bfloat16, torch.float16, torch.float32)}
+    try:
+        if dtype not in dtypes:
+            raise ValueError(f"--dtype is {dtype!r}: choose one of {', '.join(dtypes)}")
+        verdicts = description.explain(
+            op,
+            [description.parse_shape(shape) for shape in shapes or []],
+            recipe=recipe,
+            product=product,
+            dtype=dtypes[dtype],
+            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            arch=arch,
+        )
+    except (ValueError, RuntimeError) as error:  # RuntimeError: a device that PyTorch does not know
+        raise typer.Exit(_bad_input(str(error))) from None
+    rows = [_verdict_row(v.kernel, v.reason, v.chosen) for v in verdicts]
+    where = f" on {arch}" if arch else ""
+    _show(f"{op} {' '.join(shapes or [])}, {recipe}, {product}{where}", ["kernel", "serves"], rows)
+
+
+def _verdict_row(kernel: str, reason: str | None, chosen: bool) -> tuple[str, str]:
+    return kernel, "[bold]yes, chosen[/bold]" if chosen else "yes" if reason is None else f"no: {reason}"
+
+
+def _show(title: str, headers: list[str], rows: Iterable[Iterable[object]]) -> None:
+    """Prints a table under its title."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for header in headers:
+        table.add_column(header.replace("_", " "))
+    for row in rows:
+        table.add_row(*map(str, row))
+    console = Console()
+    console.print(title, style="bold", soft_wrap=True, highlight=False, markup=False)
+    console.print(table)
+    console.print()
