@@ -1,0 +1,104 @@
+"""Find what to compile: the cases that kernel modules yield by the protocol of `octavo.compile_cases`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.check.compile import TARGETS
+from octavo.compile_cases import CompileCase
+
+SUFFIX = "_kernels"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A case and where a fresh process finds it again: item `index` of `module.compile_cases(target)`."""
+
+    case: CompileCase
+    target: str
+    module: str
+    index: int
+
+    @property
+    def name(self) -> str:
+        return self.case.name
+
+
+def kernel_modules() -> list[str]:
+    """Names of the package's modules that hold kernels, found by file name and not imported."""
+    spec = importlib.util.find_spec("octavo")
+    names = set()
+    for root in spec.submodule_search_locations or () if spec else ():
+        for path in Path(root).rglob(f"*{SUFFIX}.py"):
+            names.add(".".join(("octavo", *path.relative_to(root).with_suffix("").parts)))
+    return sorted(names)
+
+
+def entries(target: str, modules: Sequence[str] | None = None) -> list[Entry]:
+    """Every case of `target`; a module without `compile_cases` (helpers of other kernels) has none.
+
+    A FlyDSL module counts only where FlyDSL is installed. Other import errors pass through: a broken module must
+    not look like one without kernels.
+
+    Raises:
+        ValueError: for an unknown target, or two cases of one name.
+    """
+    if target not in TARGETS:
+        raise ValueError(f"target {target!r} is not one of {', '.join(TARGETS)}")
+    found: list[Entry] = []
+    for name in kernel_modules() if modules is None else modules:
+        cases = _provider(name)
+        if cases is not None:
+            found += [Entry(case, target, name, i) for i, case in enumerate(cases(target))]
+    seen: dict[str, str] = {}
+    for entry in found:
+        if entry.name in seen:
+            raise ValueError(
+                f"{entry.name!r} is yielded twice for {target}, by {seen[entry.name]} and {entry.module}: "
+                "give each case its own configuration text"
+            )
+        seen[entry.name] = entry.module
+    return found
+
+
+def find(module: str, target: str, index: int) -> CompileCase:
+    """The case of an `Entry`, in another process."""
+    provider = _provider(module)
+    if provider is None:
+        raise ValueError(f"{module} has no compile_cases")
+    return provider(target)[index]
+
+
+def _provider(name: str) -> Callable[[str], list[CompileCase]] | None:
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "flydsl":
+            return None
+        raise
+    return getattr(module, "compile_cases", None)
+
+
+def choose(found: Iterable[Entry], kernel: str | None, every: bool) -> list[Entry]:
+    """The entries of `kernel` (all of its configurations), or of all kernels: the first of each kind, or `every`.
+
+    Raises:
+        ValueError: if no kernel has that name.
+    """
+    found = list(found)
+    if kernel is not None:
+        chosen = [e for e in found if e.case.kernel == kernel]
+        if not chosen:
+            names = ", ".join(sorted({e.case.kernel for e in found})) or "none"
+            raise ValueError(f"no kernel is called {kernel!r}; kernels with compile cases: {names}")
+        return chosen
+    if every:
+        return found
+    first: dict[tuple[str, str, str], Entry] = {}
+    for entry in found:
+        first.setdefault((entry.target, entry.case.kernel, entry.case.kind), entry)
+    return list(first.values())

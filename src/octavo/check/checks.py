@@ -1,0 +1,115 @@
+"""Compile the chosen cases and check each: instructions, spills, LDS, budget, and the model of the main loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from octavo.check import budget, catalog, model, worker
+from octavo.check.compile import TARGETS, CompiledKernel
+from octavo.check.expectations import Finding, expect
+from octavo.check.inspect import Code, read_code
+from octavo.check.report import CaseReport, CheckReport, Resources
+from octavo.compile_cases import CompileCase
+
+JOBS = 2
+
+
+def run(
+    targets: Sequence[str] | str = TARGETS,
+    kernel: str | None = None,
+    all: bool = False,
+    *,
+    write_budget: bool = False,
+    modules: Sequence[str] | None = None,
+    budgets: Path = budget.FOLDER,
+    jobs: int | None = None,
+    done: Callable[[str], None] | None = None,
+) -> CheckReport:
+    """Compile kernels for `targets` without a GPU and check what came out.
+
+    Args:
+        targets: any of gfx942, gfx950 and sm_90.
+        kernel: check this kernel alone, in every configuration.
+        all: every configuration of every kernel; without it and without `kernel`, the first one of each kernel and
+            kind.
+        write_budget: make what is found the committed budget (in `budgets`) instead of checking against it.
+        modules: take cases from these modules instead of the package's own.
+        jobs: compiler processes; by default `JOBS`, or the CPUs of this process if fewer.
+        done: called with the name of each case that had to be compiled.
+
+    Raises:
+        ValueError: for an unknown target or kernel, Triton missing, or `TRITON_INTERPRET=1`.
+    """
+    targets = (targets,) if isinstance(targets, str) else tuple(targets)
+    release = _triton_release(targets)
+    found = [entry for target in targets for entry in catalog.entries(target, modules)]
+    chosen = catalog.choose(found, kernel, all)
+    jobs = jobs or min(JOBS, len(os.sched_getaffinity(0)))
+    outcomes = worker.compile_all(
+        chosen, jobs, None if done is None else lambda e: done(f"{e.name} {e.target}")
+    )
+    compiled = [(e, o) for e, o in zip(chosen, outcomes, strict=True) if isinstance(o, CompiledKernel)]
+    if write_budget:
+        for target in targets:
+            measured = {e.name: budget.measure(o) for e, o in compiled if e.target == target}
+            budget.write(target, release, measured, every=all and kernel is None, folder=budgets)
+    committed = {target: budget.read(target, budgets) for target in targets}
+    reports = [
+        check(e.case, e.target, o, release, committed[e.target])
+        for e, o in zip(chosen, outcomes, strict=True)
+    ]
+    return CheckReport(release, targets, tuple(reports))
+
+
+def check(
+    case: CompileCase, target: str, outcome: CompiledKernel | str, triton: str, budgets: budget.Budgets
+) -> CaseReport:
+    """Every finding on a compiled case, or the one that it did not compile."""
+    about = (case.kernel, case.configuration, case.room, case.kind, target)
+    if isinstance(outcome, str):
+        lines = [line.strip() for line in outcome.splitlines() if line.strip()]
+        told = " ... ".join(dict.fromkeys((lines[0], lines[-1]))) if lines else "no message"
+        return CaseReport(*about, (Finding("compile", "fail", told[:400], "that it compiles"),))
+    code = read_code(outcome.asm, outcome.name)
+    major, minor = (int(part) for part in triton.split(".")[:2])
+    findings = (
+        *expect(code, case.kind, target, (major, minor)),
+        *resource_findings(outcome, code),
+        *budget.judge(outcome, case.name, triton, budgets),
+    )
+    used = Resources(**{name: getattr(outcome, name) for name in Resources.__dataclass_fields__})
+    return CaseReport(*about, findings, used, model.model(outcome, code))
+
+
+def resource_findings(kernel: CompiledKernel, code: Code) -> list[Finding]:
+    """No spills and no scratch, LDS within the compute unit's, and at least one program that fits it."""
+    limit = model.shared_limit(kernel.target)
+    spills = f"{kernel.vgpr_spills} vector and {kernel.sgpr_spills} scalar registers"
+    waves = model.occupancy(kernel)
+    return [
+        _finding("spills", kernel.vgpr_spills == kernel.sgpr_spills == 0, spills, "none"),
+        _finding("scratch", kernel.scratch_bytes == 0, f"{kernel.scratch_bytes} bytes a lane", "0"),
+        _finding("LDS", kernel.lds_bytes <= limit, f"{kernel.lds_bytes} bytes", f"at most {limit}"),
+        _finding("occupancy", waves > 0, f"{waves:g} waves a SIMD", "room for one program"),
+    ]
+
+
+def _finding(check: str, good: bool, found: str, needed: str) -> Finding:
+    return Finding(check, "pass" if good else "fail", found, needed)
+
+
+def _triton_release(targets: Sequence[str]) -> str:
+    from octavo import hardware
+
+    unknown = [t for t in targets if t not in TARGETS]
+    if unknown or not targets:
+        raise ValueError(f"target {', '.join(unknown) or 'missing'}: use {', '.join(TARGETS)}")
+    if not hardware.has_triton():
+        raise ValueError("octavo check needs Triton: pip install 'octavo[amd-check]'")
+    if hardware.interpreted():
+        raise ValueError("TRITON_INTERPRET=1 turns kernels into Python, which cannot be compiled: unset it")
+    import triton
+
+    return ".".join(triton.__version__.split(".")[:2])
