@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from io import StringIO
@@ -164,6 +165,20 @@ def test_an_interruption_before_the_first_step_still_ends_well(
     status, _, content = run_job(job())
     assert status == 130
     assert content["runs"][0]["final_loss"] is None
+
+
+def test_a_disk_that_fills_up_costs_the_files_but_not_the_table(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "report.json.partial")
+
+    config, output = job(), StringIO()
+    monkeypatch.setattr(report, "write_json", full)
+    status = jobs.run(config, jobs.prepare(config), Console(file=output, width=100), command="octavo train")
+    assert status == 1
+    assert "cannot write report.json.partial (No space left on device): make room" in output.getvalue()
+    assert "held-out" in output.getvalue()
 
 
 def test_progress_prints_plain_lines_without_a_terminal(job: Job) -> None:

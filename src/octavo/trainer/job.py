@@ -12,7 +12,7 @@ from octavo.trainer.data import Corpus
 from octavo.trainer.loop import Run, train
 from octavo.trainer.progress import RunProgress
 
-EXIT_FINISHED, EXIT_NOT_FINITE, EXIT_INTERRUPTED = 0, 1, 130
+EXIT_FINISHED, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
 
 def prepare(config: TrainConfig) -> Corpus:
@@ -30,7 +30,8 @@ def prepare(config: TrainConfig) -> Corpus:
 def run(config: TrainConfig, corpus: Corpus, console: Console, command: str) -> int:
     """Trains every recipe, shows and writes the report; returns the exit status of the process.
 
-    The report is written after each run, and holds the steps of one that ended early.
+    The report is written after each run, and holds the steps of one that ended early. A disk that fills up
+    meanwhile costs the files, not the table.
     """
     console.print(
         f"{config.model}, {report.parameter_count(config.model):,} parameters, {config.dtype} weights, "
@@ -44,12 +45,28 @@ def run(config: TrainConfig, corpus: Corpus, console: Console, command: str) -> 
     for recipe in config.recipes:
         with RunProgress(console, config, recipe) as progress:
             runs.append(train(config, recipe, corpus, progress))
-        files = write(config, corpus, runs, command)
+        written = _try_to_write(config, corpus, runs, command)
         if runs[-1].status != "finished":
             break
     console.print(report.table(report.as_data(config, corpus, runs, command)))
-    console.print(f"written: {', '.join(map(str, files))}", soft_wrap=True, highlight=False, markup=False)
-    return _conclude(runs[-1], console)
+    failed = isinstance(written, OSError)
+    console.print(
+        f"cannot write {written.filename or config.out} ({written.strerror}): make room and train again"
+        if failed
+        else f"written: {', '.join(map(str, written))}",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
+        style="red" if failed else None,
+    )
+    return _conclude(runs[-1], console) or (EXIT_FAILED if failed else EXIT_FINISHED)
+
+
+def _try_to_write(config: TrainConfig, corpus: Corpus, runs: list[Run], command: str) -> list[Path] | OSError:
+    try:
+        return write(config, corpus, runs, command)
+    except OSError as error:
+        return error
 
 
 def write(config: TrainConfig, corpus: Corpus, runs: list[Run], command: str) -> list[Path]:
@@ -72,7 +89,7 @@ def _conclude(last: Run, console: Console) -> int:
             soft_wrap=True,
             style="red",
         )
-        return EXIT_NOT_FINITE
+        return EXIT_FAILED
     if last.status == "interrupted":
         console.print(f"{last.recipe} was interrupted after step {len(last.steps)}.", style="yellow")
         return EXIT_INTERRUPTED
