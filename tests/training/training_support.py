@@ -84,6 +84,12 @@ def run_linear(
     return out.detach(), *(None if t is None else t.grad for t in leaves)
 
 
+def penalty_backward(out: torch.Tensor, x: torch.Tensor) -> None:
+    """Backward of a gradient penalty: a derivative of the derivative of ``out`` by ``x``."""
+    (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    grad.square().sum().backward()
+
+
 class Net(nn.Module):
     """A residual block of three linear layers, [..., 64] to [..., 64]."""
 
@@ -111,7 +117,7 @@ def run_net(
     """Output, gradient of the input and of every parameter of one forward and backward pass."""
     net.zero_grad()
     x = x.detach().clone().requires_grad_()
-    y = (call or net)(x)
+    y = net(x) if call is None else call(x)
     (y * torch.linspace(-1, 1, y.shape[-1], dtype=y.dtype)).sum().backward()
     return [y.detach(), x.grad, *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
 
