@@ -125,7 +125,7 @@ def _global(atomic: Atomic, buffer: bool) -> Callable[[Instruction], Run]:
 
         def run(m: Machine) -> None:
             address, active = place(m, atomic.size)
-            at = m.memory.locate(address[active], atomic.size, ins)
+            at = m.memory.locate(address[active], atomic.size, ins, write=True)
             old = apply_in_order(m.memory.bytes, at, _operands(m, source.reg, active, atomic), atomic)
             if returns:
                 _return_old(m, destination.reg, active, old)
@@ -156,7 +156,7 @@ def _compare_swap(dtype: Any, buffer: bool) -> Callable[[Instruction], Run]:
 
         def run(m: Machine) -> None:
             address, active = place(m, size)
-            at = m.memory.locate(address[active], size, ins)
+            at = m.memory.locate(address[active], size, ins, write=True)
             new, expected = (_operands(m, source.reg, active, atomic, part) for part in (0, 1))
             view = m.memory.bytes.view(dtype)
             old = np.zeros((len(at), 1), dtype)

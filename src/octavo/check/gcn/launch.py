@@ -183,6 +183,7 @@ def launch(
         raise ValueError(f"grid {tuple(grid)} must have one to three sizes that are not negative")
     program = parse(code.asm)
     steps = decode(program, code.target)
+    _check_arguments(code, args)
     arrays = [a for a in args if isinstance(a, np.ndarray)]
     kernarg = np.zeros(max(code.kernarg_bytes, 8), np.uint8)
     space = GlobalMemory(arrays, kernarg)
@@ -248,20 +249,25 @@ def _initial_registers(
     m.wv(0, (wave[:, None] * 64 + np.arange(64)).astype(np.uint32))
 
 
-def _pack_arguments(code: Any, args: Sequence[Any], space: GlobalMemory, kernarg: np.ndarray) -> None:
-    """Fill the argument segment; hidden arguments after the caller's stay zero."""
+def _check_arguments(code: Any, args: Sequence[Any]) -> None:
     if len(args) > len(code.arguments):
         raise ValueError(f"{len(args)} arguments for a kernel with {len(code.arguments)}")
     for value, slot in zip(args, code.arguments, strict=False):
-        if slot.kind == "global_buffer":
-            if not isinstance(value, np.ndarray) or not value.flags.c_contiguous:
-                raise ValueError(
-                    f"argument at offset {slot.offset} must be a C-contiguous array, not {type(value)}"
-                )
-            data = np.uint64(space.address(value)).tobytes()
-        elif isinstance(value, np.ndarray):
+        is_array = isinstance(value, np.ndarray)
+        if slot.kind == "global_buffer" and not (is_array and value.flags.c_contiguous):
+            raise ValueError(
+                f"argument at offset {slot.offset} must be a C-contiguous array, not {type(value)}"
+            )
+        if slot.kind != "global_buffer" and is_array:
             raise ValueError(f"argument at offset {slot.offset} must be a number, not an array")
-        elif isinstance(value, float):
+
+
+def _pack_arguments(code: Any, args: Sequence[Any], space: GlobalMemory, kernarg: np.ndarray) -> None:
+    """Fill the argument segment; hidden arguments after the caller's stay zero."""
+    for value, slot in zip(args, code.arguments, strict=False):
+        if isinstance(value, np.ndarray):
+            data = np.uint64(space.address(value)).tobytes()
+        elif isinstance(value, (float, np.floating)):
             data = np.array(value, {2: np.float16, 4: np.float32, 8: np.float64}[slot.size]).tobytes()
         else:
             data = int(value).to_bytes(slot.size, "little", signed=int(value) < 0)

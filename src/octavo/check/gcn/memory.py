@@ -41,14 +41,19 @@ class GlobalMemory:
             self.starts[i], self.ends[i] = offset, offset + end - start
             offset = -(-(offset + end - start + _GUARD) // 256) * 256
         self.bytes = np.zeros(offset + _GUARD, np.uint8)
+        self.writable = np.zeros(len(merged), bool)
+        for a in arrays:
+            self.writable[self._segment(a)] |= a.flags.writeable
         self._arrays = arrays
         for a in (*arrays, kernarg):
             self.copy_in(a)
 
+    def _segment(self, a: np.ndarray) -> int:
+        return int(np.searchsorted(self._host, a.__array_interface__["data"][0], "right")) - 1
+
     def _offset(self, a: np.ndarray) -> int:
-        host = a.__array_interface__["data"][0]
-        segment = int(np.searchsorted(self._host, host, "right")) - 1
-        return int(self.starts[segment]) + host - self._host[segment]
+        segment = self._segment(a)
+        return int(self.starts[segment]) + a.__array_interface__["data"][0] - self._host[segment]
 
     def copy_in(self, a: np.ndarray) -> None:
         at = self._offset(a)
@@ -64,8 +69,9 @@ class GlobalMemory:
                 at = self._offset(a)
                 a.reshape(-1).view(np.uint8)[:] = self.bytes[at : at + a.nbytes]
 
-    def locate(self, address: np.ndarray, size: int, ins: Instruction) -> np.ndarray:
-        """Array offsets of `size`-byte accesses at uint64 addresses; MemoryFault outside every buffer."""
+    def locate(self, address: np.ndarray, size: int, ins: Instruction, write: bool = False) -> np.ndarray:
+        """Array offsets of `size`-byte accesses at uint64 addresses; MemoryFault outside every buffer, and for a
+        write to arguments or a read-only array."""
         at = (address - _U64(_BASE)).view(np.int64)
         segment = np.searchsorted(self.starts, at, "right") - 1
         bad = (segment < 0) | (at + size > self.ends[np.maximum(segment, 0)])
@@ -257,7 +263,7 @@ def _store(kind: str, buffer: bool) -> Callable[[Instruction], Run]:
 
         def run(m: Machine) -> None:
             address, active = place(m, size)
-            at = m.memory.locate(address[active], size, ins)
+            at = m.memory.locate(address[active], size, ins, write=True)
             m.memory.store(at, stored_bytes(m, source, size, high)[active])
             m.tracker.issue(m, VM, ())
 
