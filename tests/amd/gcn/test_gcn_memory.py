@@ -345,9 +345,20 @@ def test_launch_checks() -> None:
         launch(kernel("", "gfx942", lds=65537), (1,), [x, x, x, 0])
     with pytest.raises(ExecutionError, match="max_steps"):
         launch(kernel("loop:\ns_branch loop", "gfx942"), (1,), [x, x, x, 0], max_steps=1000)
-    with pytest.raises(ExecutionError, match="barrier"):
-        body = "v_readfirstlane_b32 s11, v0\ns_cmp_eq_u32 s11, 0\ns_cbranch_scc1 out\ns_barrier\nwait:\ns_branch wait\nout:\ns_barrier"
-        launch(kernel(body, "gfx942", warps=2), (1,), [x, x, x, 0], max_steps=1000)
+
+
+def test_a_wave_that_ended_does_not_hold_up_the_barrier() -> None:
+    body = """
+    v_readfirstlane_b32 s11, v0
+    s_cmp_eq_u32 s11, 0
+    s_cbranch_scc1 out
+    s_barrier
+    global_store_dword v1, v1, s[4:5]
+    out:
+    """
+    x = np.zeros(128, np.uint32)
+    run(body, "gfx942", x, warps=2)
+    assert x.tolist() == [0] * 64 + [4 * i for i in range(64, 128)]
 
 
 def test_views_share_memory_and_read_only_stays() -> None:

@@ -112,8 +112,6 @@ class Executor(Machine):
             executed += self._run_from(pc, stop)
             if executed > limit:
                 raise ExecutionError(f"more than {limit} steps: an endless loop, or raise max_steps")
-        if self.running.any():
-            raise ExecutionError("waves wait at a barrier that the rest of their workgroup never reaches")
 
     def _run_from(self, pc: int, stop: int) -> int:
         """Execute the selected waves from `pc` until they branch, end, wait or meet other waves at `stop`."""

@@ -80,6 +80,8 @@ class GlobalMemory:
             raise MemoryFault(
                 f"{ins.where()}: {size} bytes at {first:#x} lie outside every argument's memory"
             )
+        if write and not self.writable[segment].all():
+            raise MemoryFault(f"{ins.where()}: stores into a read-only array")
         return at
 
     def load(self, at: np.ndarray, words: int) -> np.ndarray:
