@@ -1,4 +1,4 @@
-"""`python -m octavo`, the same as the command `octavo`."""
+"""``python -m octavo``, the same as the command ``octavo``."""
 
 from octavo.cli import main
 

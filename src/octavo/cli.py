@@ -1,7 +1,7 @@
-"""The command `octavo`.
+"""The command ``octavo``.
 
-To add a command, add a function here. What it needs is imported inside it, so that `octavo --help` stays
-quick, and what the user can mend ends in `_bad_input`: one line that says what to do, and exit status 2.
+To add a command, add a function here. What it needs is imported inside it, so that ``octavo --help`` stays
+quick, and what the user can mend ends in ``_bad_input``: one line that says what to do, and exit status 2.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The models `octavo train` knows by name.
+"""The models ``octavo train`` knows by name.
 
-Adding one is a line in `PRESETS`: a name and a configuration whose `build()` returns the module.
+Adding one is a line in ``PRESETS``: a name and a configuration whose ``build()`` returns the module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def names() -> list[str]:
 
 
 def preset(name: str) -> Llama3Config:
-    """The configuration called `name`.
+    """The configuration called ``name``.
 
     Raises:
         ValueError: no preset has this name; the message lists those there are.

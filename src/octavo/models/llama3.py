@@ -1,9 +1,9 @@
 """The Llama 3 architecture, written to be read.
 
 A decoder of pre-norm blocks: RMSNorm, grouped-query attention with rotary position embeddings, RMSNorm,
-SwiGLU. Parameter names are Meta's and TorchTitan's (`layers.0.attention.wq.weight`), so checkpoints and
-parallel plans written for those fit. Every dense product is a plain `nn.Linear`, which is what
-`octavo.convert` looks for.
+SwiGLU. Parameter names are Meta's and TorchTitan's (``layers.0.attention.wq.weight``), so checkpoints and
+parallel plans written for those fit. Every dense product is a plain ``nn.Linear``, which is what
+``octavo.convert`` looks for.
 
 Shape letters in the comments: B sequences, S tokens in a sequence, D model width, H query heads, G key and
 value heads, E width of a head, F width of the feed-forward layer, V vocabulary.
@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama 3.1's stretching of the rotary frequencies to contexts longer than `original_seq_len` tokens.
+    """Llama 3.1's stretching of the rotary frequencies to contexts longer than ``original_seq_len`` tokens.
 
-    Wavelengths shorter than `original_seq_len / high_freq_factor` stay, those longer than
-    `original_seq_len / low_freq_factor` grow by `factor`, and those between are interpolated.
+    Wavelengths shorter than ``original_seq_len / high_freq_factor`` stay, those longer than
+    ``original_seq_len / low_freq_factor`` grow by ``factor``, and those between are interpolated.
     """
 
     factor: float
@@ -72,7 +72,7 @@ class Llama3Config:
         return self.dim // self.n_heads
 
     def build(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Llama3:
-        """The model with unset weights on `device` ("meta" costs nothing); `init_weights` sets them."""
+        """The model with unset weights on ``device`` ("meta" costs nothing); ``init_weights`` sets them."""
         with torch.device(device or "cpu"):
             return Llama3(self).to(dtype=dtype)
 
@@ -102,7 +102,7 @@ PRESETS: dict[str, Llama3Config] = {
 def rope_frequencies(config: Llama3Config, device: torch.device | str | None = None) -> Tensor:
     """Angular frequency of each pair of channels, float32 [E/2], in radians a token.
 
-    `theta ** (-2i / E)`, stretched by `config.rope_scaling` where it is given.
+    ``theta ** (-2i / E)``, stretched by ``config.rope_scaling`` where it is given.
     """
     channel = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
     frequency = config.rope_theta ** (-channel / config.head_dim)
@@ -119,8 +119,8 @@ def rope_frequencies(config: Llama3Config, device: torch.device | str | None = N
 def rope_table(config: Llama3Config, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of every position's rotations, each float32 [S, 1, E/2].
 
-    Computed once a forward pass and not kept as a buffer: a buffer would be rounded by `model.to(bfloat16)`,
-    where positions beyond 256 are no longer exact, and would be lost on the meta device.
+    Computed once a forward pass and not kept as a buffer: a buffer would be rounded by
+    ``model.to(bfloat16)``, where positions beyond 256 are not exact, and would be lost on the meta device.
     """
     position = torch.arange(seq_len, dtype=torch.float32, device=device)
     angle = torch.outer(position, rope_frequencies(config, device))[:, None, :]
@@ -128,10 +128,10 @@ def rope_table(config: Llama3Config, seq_len: int, device: torch.device) -> tupl
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates each pair of channels (2i, 2i + 1) of `x` [B, S, heads, E] by the angle of its position.
+    """Rotates each pair of channels (2i, 2i + 1) of ``x`` [B, S, heads, E] by the angle of its position.
 
-    Computed in float32, returned in the dtype of `x`. This is Meta's channel order; Hugging Face pairs channel
-    i with i + E/2, so its `wq` and `wk` rows are permuted.
+    Computed in float32, returned in the dtype of ``x``. This is Meta's channel order; Hugging Face pairs
+    channel i with i + E/2, so its ``wq`` and ``wk`` rows are permuted.
     """
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
@@ -149,7 +149,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`x` [B, S, D] to [B, S, D]."""
+        """``x`` [B, S, D] to [B, S, D]."""
         q = apply_rope(self.wq(x).unflatten(-1, (-1, self.head_dim)), cos, sin)  # [B, S, H, E]
         k = apply_rope(self.wk(x).unflatten(-1, (-1, self.head_dim)), cos, sin)  # [B, S, G, E]
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
@@ -160,7 +160,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: `w2(silu(w1(x)) * w3(x))`."""
+    """SwiGLU: ``w2(silu(w1(x)) * w3(x))``."""
 
     def __init__(self, config: Llama3Config) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [B, S, D] to [B, S, D], over [B, S, F]."""
+        """``x`` [B, S, D] to [B, S, D], over [B, S, F]."""
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
@@ -184,7 +184,7 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`x` [B, S, D] to [B, S, D]."""
+        """``x`` [B, S, D] to [B, S, D]."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
         return x + self.feed_forward(self.ffn_norm(x))
 
@@ -203,10 +203,10 @@ class Llama3(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [B, S, V] for integer `tokens` [B, S].
+        """Logits [B, S, V] for integer ``tokens`` [B, S].
 
         Raises:
-            ValueError: more tokens in a sequence than `config.max_seq_len`.
+            ValueError: more tokens in a sequence than ``config.max_seq_len``.
         """
         seq_len = tokens.shape[1]
         if seq_len > self.config.max_seq_len:
@@ -221,11 +221,11 @@ class Llama3(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Sets every weight from `seed`, to the same values on every device.
+        """Sets every weight from ``seed``, to the same values on every device.
 
         Normal with standard deviation 0.02, cut at three deviations; the two projections that write into the
-        residual stream are divided by `sqrt(2 * n_layers)`, so that its variance does not grow with depth, as
-        in GPT-2.
+        residual stream are divided by ``sqrt(2 * n_layers)``, so that its variance does not grow with depth,
+        as in GPT-2.
         Norms start at one. Drawn on the CPU in float32, one tensor at a time.
         """
         generator = torch.Generator().manual_seed(seed)

@@ -29,7 +29,7 @@ class TrainConfig:
 
     model: str = "llama3-debug"
     recipes: tuple[str, ...] = ("bf16",)
-    """In the order they run; differences are stated against `baseline`."""
+    """In the order they run; differences are stated against ``baseline``."""
     baseline: str | None = None
     data: Path | None = None
     """A text file or a folder of them; None means the Python standard library's source."""
@@ -39,7 +39,7 @@ class TrainConfig:
     lr: float = 2e-3
     """The largest learning rate, reached after the warm-up."""
     min_lr: float = 0.1
-    """The learning rate at the last step, as a share of `lr`."""
+    """The learning rate at the last step, as a share of ``lr``."""
     warmup: int | None = None
     """Steps of linear warm-up; None means a tenth of the steps."""
     weight_decay: float = 0.1
@@ -62,7 +62,7 @@ class TrainConfig:
         return self.batch_size * self.seq_len
 
     def learning_rate(self, step: int) -> float:
-        """Learning rate of `step` (from 0): linear warm-up, then a cosine to `min_lr * lr` at the last."""
+        """Learning rate of ``step`` (from 0): linear warm-up, then a cosine to ``min_lr * lr``."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         progress = (step - self.warmup_steps + 1) / max(1, self.steps - self.warmup_steps)
@@ -70,7 +70,7 @@ class TrainConfig:
         return self.lr * (self.min_lr + (1.0 - self.min_lr) * cosine)
 
     def check(self) -> None:
-        """Raises `UserError` at the first thing that would stop the job later.
+        """Raises ``UserError`` at the first thing that would stop the job later.
 
         Costs nothing that grows with the model: the weights are counted on the meta device.
         """
@@ -149,14 +149,14 @@ class TrainConfig:
 
 
 def recipe_names() -> list[str]:
-    """Names that `octavo.convert` takes."""
+    """Names that ``octavo.convert`` takes."""
     from octavo.training import recipes
 
     return list(recipes.RECIPES)
 
 
 def check_writable(folder: Path) -> None:
-    """Makes `folder` and proves that a file can be written there, so that no finished run is lost.
+    """Makes ``folder`` and proves that a file can be written there, so that no finished run is lost.
 
     Raises:
         UserError: it cannot be made, is no folder, or takes no file.

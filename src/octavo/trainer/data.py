@@ -30,7 +30,8 @@ MAX_VALIDATION_BYTES = 2**20
 class Corpus:
     """Text in memory, cut into a head to train on and a held-out tail.
 
-    `train` and `validation` are uint8 arrays, `source` names the text, and `sha256` is that of all its bytes.
+    ``train`` and ``validation`` are uint8 arrays, ``source`` names the text, and ``sha256`` is that of all
+    its bytes.
     """
 
     train: np.ndarray
@@ -41,25 +42,25 @@ class Corpus:
 
 
 def standard_library() -> list[Path]:
-    """The standard library's own `.py` files, sorted, without tests and installed packages."""
+    """The standard library's own ``.py`` files, sorted, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     return [path for path in _walk(root, SKIPPED_FOLDERS) if path.suffix == ".py"]
 
 
 def _walk(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Files under `root`, sorted, without hidden files and folders and without folders named in `skip`."""
+    """Files under ``root``, sorted, without hidden files and folders and those folders named in ``skip``."""
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in skip)
         yield from (Path(folder, name) for name in sorted(files) if not name.startswith("."))
 
 
 def _is_text(data: bytes) -> bool:
-    """Whether `data` looks like text: no zero byte near its start, the rule git uses."""
+    """Whether ``data`` looks like text: no zero byte near its start, the rule git uses."""
     return b"\0" not in data[:8192]
 
 
 def read_text(data: Path | None) -> tuple[bytes, str, int]:
-    """All bytes of `data`, a name for it, and how many files it was read from.
+    """All bytes of ``data``, a name for it, and how many files it was read from.
 
     Raises:
         UserError: there is no such file or folder, it cannot be read, holds no text, or is larger than 8 GiB.
@@ -104,10 +105,10 @@ def read_text(data: Path | None) -> tuple[bytes, str, int]:
 
 
 def load(data: Path | None, seq_len: int) -> Corpus:
-    """Reads `data` and holds out its tail: 5%, at most 1 MiB, at least one sequence.
+    """Reads ``data`` and holds out its tail: 5%, at most 1 MiB, at least one sequence.
 
     Raises:
-        UserError: as `read_text`, and for text shorter than two sequences.
+        UserError: as ``read_text``, and for text shorter than two sequences.
     """
     text, source, files = read_text(data)
     tokens = np.frombuffer(text, dtype=np.uint8)
@@ -122,7 +123,7 @@ def load(data: Path | None, seq_len: int) -> Corpus:
 
 
 class Batches:
-    """Which sequences each step trains on: every one once before any comes again, in an order from `seed`.
+    """Which sequences each step trains on: every one once before any comes again, in an order from ``seed``.
 
     A batch depends on the seed and its step alone, so a job can begin at any step.
     """
@@ -135,7 +136,7 @@ class Batches:
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of `step` (from 0), int64 [batch_size, seq_len]; a target is the token after."""
+        """Inputs and targets of ``step`` (from 0), int64 [batch_size, seq_len]; targets are one token on."""
         first = step * self.batch_size
         return _sequences(
             self.tokens, [self._sequence(first + i) for i in range(self.batch_size)], self.seq_len
@@ -154,7 +155,7 @@ class Batches:
 def validation_batches(
     tokens: np.ndarray, seq_len: int, batch_size: int, limit: int = 16_384
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of evenly spread held-out sequences, about `limit` tokens in all, the same for every run."""
+    """Batches of evenly spread held-out sequences, about ``limit`` tokens in all, the same for every run."""
     count = (len(tokens) - 1) // seq_len
     wanted = min(count, max(batch_size, limit // seq_len))
     chosen = [i * count // wanted for i in range(wanted)]

@@ -16,7 +16,7 @@ FP8_OPERATORS = frozenset({"octavo.scaled_mm", "octavo.scaled_grouped_mm"})
 def _attention(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], *args: Any, **kwargs: Any
 ) -> int:
-    """`Q K^T` and `P V`, two operations a multiply-add, over the full square as in PyTorch's formula."""
+    """``Q K^T`` and ``P V``, two operations a multiply-add, over the full square as in PyTorch's formula."""
     batch, heads, queries, width = query
     return 2 * batch * heads * queries * key[2] * (width + value[3])
 
@@ -49,7 +49,7 @@ def _attention_formulas() -> dict[Any, Callable[..., int]]:
 
 
 def count(step: Callable[[], None]) -> dict[str, int]:
-    """Runs `step` and returns its FLOPs by operator, as `{"aten.mm": ..., "octavo.scaled_mm": ...}`."""
+    """Runs ``step`` and returns its FLOPs by operator, as ``{"aten.mm": ..., "octavo.scaled_mm": ...}``."""
     register_flop_formulas()
     with FlopCounterMode(display=False, custom_mapping=_attention_formulas()) as counter:
         step()
@@ -57,6 +57,6 @@ def count(step: Callable[[], None]) -> dict[str, int]:
 
 
 def fp8_share(flops: dict[str, int]) -> float:
-    """Share of `flops` done by 8-bit products, 0 to 1."""
+    """Share of ``flops`` done by 8-bit products, 0 to 1."""
     total = sum(flops.values())
     return sum(n for operator, n in flops.items() if operator in FP8_OPERATORS) / total if total else 0.0

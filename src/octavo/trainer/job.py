@@ -33,15 +33,14 @@ def run(config: TrainConfig, corpus: Corpus, console: Console, command: str) -> 
     The report is written after each run, and holds the steps of one that ended early. A disk that fills up
     meanwhile costs the files, not the table.
     """
-    console.print(
+    _line(
+        console,
         f"{config.model}, {report.parameter_count(config.model):,} parameters, {config.dtype} weights, "
         f"{report.device_name(config.device)}; text: {corpus.source}, {corpus.files} files, "
         f"{len(corpus.train) + len(corpus.validation):,} bytes",
-        soft_wrap=True,
-        highlight=False,
-        markup=False,
     )
     runs: list[Run] = []
+    written: list[Path] | OSError = []
     for recipe in config.recipes:
         with RunProgress(console, config, recipe) as progress:
             runs.append(train(config, recipe, corpus, progress))
@@ -49,17 +48,18 @@ def run(config: TrainConfig, corpus: Corpus, console: Console, command: str) -> 
         if runs[-1].status != "finished":
             break
     console.print(report.table(report.as_data(config, corpus, runs, command)))
-    failed = isinstance(written, OSError)
-    console.print(
-        f"cannot write {written.filename or config.out} ({written.strerror}): make room and train again"
-        if failed
-        else f"written: {', '.join(map(str, written))}",
-        soft_wrap=True,
-        highlight=False,
-        markup=False,
-        style="red" if failed else None,
-    )
-    return _conclude(runs[-1], console) or (EXIT_FAILED if failed else EXIT_FINISHED)
+    status = _conclude(runs[-1], console)
+    if isinstance(written, OSError):
+        path = written.filename or config.out
+        _line(console, f"cannot write {path} ({written.strerror}): make room and train again", "red")
+        return status or EXIT_FAILED
+    _line(console, f"written: {', '.join(map(str, written))}")
+    return status
+
+
+def _line(console: Console, text: str, style: str | None = None) -> None:
+    """Prints ``text`` as it is: one line however narrow the terminal, no markup, no colour but ``style``."""
+    console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)
 
 
 def _try_to_write(config: TrainConfig, corpus: Corpus, runs: list[Run], command: str) -> list[Path] | OSError:
@@ -70,7 +70,7 @@ def _try_to_write(config: TrainConfig, corpus: Corpus, runs: list[Run], command:
 
 
 def write(config: TrainConfig, corpus: Corpus, runs: list[Run], command: str) -> list[Path]:
-    """Writes the report of the runs so far into `config.out`; returns the files."""
+    """Writes the report of the runs so far into ``config.out``; returns the files."""
     from octavo.trainer import plot
 
     content = report.as_data(config, corpus, runs, command)
@@ -83,14 +83,14 @@ def write(config: TrainConfig, corpus: Corpus, runs: list[Run], command: str) ->
 def _conclude(last: Run, console: Console) -> int:
     if last.status == "non-finite":
         step = last.steps[-1]
-        console.print(
+        _line(
+            console,
             f"{last.recipe} stopped at step {step.number}: loss {step.loss}, gradient norm {step.grad_norm}; "
             f"lower --lr or lengthen --warmup (the report holds the {step.number - 1} good steps before it)",
-            soft_wrap=True,
-            style="red",
+            "red",
         )
         return EXIT_FAILED
     if last.status == "interrupted":
-        console.print(f"{last.recipe} was interrupted after step {len(last.steps)}.", style="yellow")
+        _line(console, f"{last.recipe} was interrupted after step {len(last.steps)}", "yellow")
         return EXIT_INTERRUPTED
     return EXIT_FINISHED

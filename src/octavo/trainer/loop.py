@@ -23,7 +23,8 @@ FINAL_STEPS = 10
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did. `number` counts from 1, `loss` is in nats a token, `seconds` is its wall time."""
+    """What one step did. ``number`` counts from 1, ``loss`` is in nats a token, ``seconds`` is its wall
+    time."""
 
     number: int
     loss: float
@@ -54,7 +55,7 @@ class Run:
 
     @property
     def final_loss(self) -> float | None:
-        """Mean loss of the last `FINAL_STEPS` steps, None before the first."""
+        """Mean loss of the last ``FINAL_STEPS`` steps, None before the first."""
         last = self.losses[-FINAL_STEPS:]
         return sum(last) / len(last) if last else None
 
@@ -84,7 +85,7 @@ class MasterAdamW:
         )
 
     def clip(self, limit: float) -> Tensor:
-        """Scales the gradients to a norm of at most `limit`, on the masters; returns the norm before."""
+        """Scales the gradients to a norm of at most ``limit``, on the masters; returns the norm before."""
         for weight, master in zip(self.weights, self.masters):
             if master is not weight:
                 master.grad = None if weight.grad is None else weight.grad.float()
@@ -110,10 +111,11 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor], device: torc
 
 
 def build_model(config: TrainConfig, recipe: str) -> tuple[nn.Module, int]:
-    """The model with weights from the seed in `recipe`, and how many layers are in it: all but the output head.
+    """The model with weights from the seed in ``recipe``, and how many layers are in it: all but the output
+    head.
 
-    The rule says so in so many words: the defaults of `octavo.convert` also know a head by its vocabulary size,
-    which is the width of `llama3-debug` too.
+    The rule says so in so many words: the defaults of ``octavo.convert`` also know a head by its vocabulary
+    size, which is the width of ``llama3-debug`` too.
     """
     model = models.preset(config.model).build(config.device, DTYPES[config.dtype])
     model.init_weights(config.seed)
@@ -122,10 +124,10 @@ def build_model(config: TrainConfig, recipe: str) -> tuple[nn.Module, int]:
 
 
 def train(config: TrainConfig, recipe: str, corpus: Corpus, on_step: Callable[[Step], None]) -> Run:
-    """Trains one model and calls `on_step` after every step.
+    """Trains one model and calls ``on_step`` after every step.
 
     Ends early, with the steps done so far, on a non-finite loss or gradient (before it reaches the weights)
-    and on Ctrl-C; `Run.status` says which.
+    and on Ctrl-C; ``Run.status`` says which.
     """
     begin = time.perf_counter()
     run = Run(recipe)

@@ -18,7 +18,7 @@ FAINT = "#68727d"
 
 
 def running_mean(values: ArrayLike, width: int) -> np.ndarray:
-    """Mean of each value and up to `width - 1` before it."""
+    """Mean of each value and up to ``width - 1`` before it."""
     array = np.asarray(values, dtype=np.float64)
     sums = np.cumsum(np.insert(array, 0, 0.0))
     end = np.arange(1, len(array) + 1)
@@ -78,7 +78,7 @@ def _plot_differences(
 
 
 def write_png(data: dict[str, Any], path: Path) -> None:
-    """Draws the report `data` of `octavo.trainer.report.as_data` into the PNG file `path`.
+    """Draws the report ``data`` of ``octavo.trainer.report.as_data`` into the PNG file ``path``.
 
     Above, each run's loss; below, where there is a baseline and another run, the difference to it in percent.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.loop import Step
@@ -13,7 +13,8 @@ LINES = 10
 
 
 class RunProgress:
-    """Shows the steps of one run: one redrawn line on a terminal, about `LINES` plain lines anywhere else."""
+    """Shows the steps of one run: one redrawn line on a terminal, about ``LINES`` plain lines anywhere
+    else."""
 
     def __init__(self, console: Console, config: TrainConfig, recipe: str) -> None:
         self.console, self.config, self.recipe = console, config, recipe
@@ -22,9 +23,8 @@ class RunProgress:
         if console.is_terminal:
             self.bar = Progress(
                 TextColumn(f"[bold]{recipe}[/bold]"),
-                BarColumn(bar_width=24),
                 TextColumn("{task.fields[text]}"),
-                TimeElapsedColumn(),
+                BarColumn(bar_width=24),  # last, so that a narrow terminal shortens it and not the numbers
                 console=console,
             )
             self.task = self.bar.add_task(recipe, total=config.steps, text="preparing")

@@ -1,4 +1,4 @@
-"""What a training job leaves behind: a table on the screen and `report.json`."""
+"""What a training job leaves behind: a table on the screen and ``report.json``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCHEMA = 1
 
 
 def difference_percent(value: float | None, reference: float | None) -> float | None:
-    """How much larger `value` is than `reference`, in percent; None where either is missing or not finite."""
+    """How much larger ``value`` is than ``reference``, in percent; None where that says nothing."""
     if value is None or reference is None:
         return None
     percent = 100.0 * (value - reference) / reference
@@ -76,11 +76,11 @@ def parameter_count(model: str) -> int:
 
 
 def as_data(config: TrainConfig, corpus: Corpus, runs: list[Run], command: str) -> dict[str, Any]:
-    """Everything about the job as plain data, the content of `report.json`.
+    """Everything about the job as plain data, the content of ``report.json``.
 
-    Losses are in nats a token, times in seconds, shares from 0 to 1. `final_loss` is the mean over the last
-    `final_loss_steps` steps; `tokens_per_second` is that of the median step; `flops_per_step` was counted
-    while one step ran, without causal attention's saving.
+    Losses are in nats a token, times in seconds, shares from 0 to 1. ``final_loss`` is the mean over the last
+    ``final_loss_steps`` steps; ``tokens_per_second`` is that of the median step; ``flops_per_step`` was
+    counted while one step ran, without causal attention's saving.
     """
     baseline = baseline_of(config, runs)
     return {
@@ -122,14 +122,14 @@ def as_data(config: TrainConfig, corpus: Corpus, runs: list[Run], command: str) 
 
 
 def write_json(data: dict[str, Any], path: Path) -> None:
-    """Writes `data` to `path` in one move, so that nobody reads half of it. NaN and infinity become null."""
+    """Writes ``data`` to ``path`` in one move, so that nobody reads half of it. NaN and inf become null."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(_finite(data), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(partial, path)
 
 
 def _finite(value: Any) -> Any:
-    """`value` with null for each number that JSON cannot hold."""
+    """``value`` with null for each number that JSON cannot hold."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -148,7 +148,12 @@ def table(data: dict[str, Any]) -> Table:
     title = f"{data['model']['name']}, {config['steps']} steps of {batch}"
     title += f", compared with {baseline}" if baseline else ""
     result = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
     )
     headers = ["final\nloss", "diff.\n%", "held-out\nloss", "diff.\n%"]
     headers = headers if baseline else headers[::2]
