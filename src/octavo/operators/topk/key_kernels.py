@@ -114,6 +114,21 @@ def column_of64(packed):
     return ((packed & COLUMN_MASK) ^ COLUMN_MASK).to(tl.int32)
 
 
+@triton.jit
+def popcount(x):
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24) & 0xFF
+
+
+@triton.jit
+def lowest_bit_index(x):
+    """Index of the lowest set bit of a non-zero int32: the exponent of that bit as a float."""
+    low = (x & -x).to(tl.uint32, bitcast=True).to(tl.float32)
+    return (low.to(tl.int32, bitcast=True) >> 23) - 127
+
+
 @triton.constexpr_function
 def sorting_network(n):
     """Batcher's odd-even merge sort of ``n`` (a power of two) wires, as a flat tuple of wire pairs."""

@@ -21,25 +21,12 @@ from .key_kernels import (
     LOWEST32,
     LOWEST64,
     column_of64,
+    lowest_bit_index,
     packed32,
     packed64,
+    popcount,
     value_key,
 )
-
-
-@triton.jit
-def _popcount(x):
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    return ((x * 0x01010101) >> 24) & 0xFF
-
-
-@triton.jit
-def _lowest_bit_index(x):
-    """Index of the lowest set bit of a non-zero int32: the exponent of that bit as a float."""
-    low = (x & -x).to(tl.uint32, bitcast=True).to(tl.float32)
-    return (low.to(tl.int32, bitcast=True) >> 23) - 127
 
 
 @triton.jit
@@ -96,7 +83,7 @@ def _pop_candidates(
     first = tl.arange(0, CHUNK)
     for _ in range(tl.max(count, axis=0)):
         hit = bits != 0
-        cols = _lowest_bit_index(bits) * CHUNK + first
+        cols = lowest_bit_index(bits) * CHUNK + first
         x = tl.load(x_row + cols.to(tl.int64) * stride_col, mask=hit, other=0.0)
         if PACK32:
             key = packed32(x, cols, LARGEST)
@@ -154,12 +141,12 @@ def threshold_topk_kernel(
     threshold = tl.maximum(threshold, LOWEST32 + 1)
 
     bits = _hit_bits(key, cols, threshold, 0, False)
-    count = _popcount(bits)
+    count = popcount(bits)
     total = tl.sum(count, axis=0)
     if total > CAP:
         exact, bound = _exact_threshold(key, cols, k, n)
         bits = _hit_bits(key, cols, exact, bound, True)
-        count = _popcount(bits)
+        count = popcount(bits)
         total = tl.sum(count, axis=0)
 
     slots = scratch_ptr + row * CAP
