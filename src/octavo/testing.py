@@ -132,7 +132,8 @@ def _poisoning(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
         out = allocate(*args, **kwargs)
         if out.device.type != "meta" and type(out) is torch.Tensor:
-            out.untyped_storage().fill_(_poison(out.dtype))
+            storage: Any = out.untyped_storage()
+            storage.fill_(_poison(out.dtype))
         return out
 
     return poisoned

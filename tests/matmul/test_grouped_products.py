@@ -387,5 +387,5 @@ def test_padded_groups_are_refused_as_rows_by_expert() -> None:
 def test_ends_of_unpadded_groups_are_refused_over_groups() -> None:
     """The offsets of the rows are not the ends of the padded layout; on the CPU the difference can be seen."""
     left, right, _, _ = _over_groups([5, 9], MXFP8, MXFP8)
-    with pytest.raises(ValueError, match="offs|group_ends"):
+    with pytest.raises(ValueError, match=r"offs|group_ends"):
         scaled_grouped_mm(left, right, _offs([5, 9]))
