@@ -73,7 +73,7 @@ def scan_wide(x, y, K, BLOCK: tl.constexpr):
     j = tl.arange(0, BLOCK)
     first = tl.load(x + j)
     second = tl.load(x + K + j)
-    for step in range(0, K):
+    for step in range(K):
         first += tl.load(y + step) * second
         second = tl.sqrt(second) + first
     tl.store(x + j, first * second)
@@ -126,7 +126,12 @@ def spilling_case(target):
 
 
 def compile_cases(target):
-    cases = [quantize_case(target), product_case(target), product_case(target, "product bf16")]
+    small = (64, 32, 64)
+    cases = [
+        quantize_case(target),
+        product_case(target, tile=small),
+        product_case(target, "product bf16", tile=small),
+    ]
     if target == "gfx950":
         cases += [mx_case(target), mx_case(target, "e2m1", "product mxfp4")]
     return cases

@@ -1,9 +1,10 @@
 """Committed budgets of registers, LDS and occupancy: `budgets/<target>.json`, per Triton release and case.
 
-    {"3.9": {"quantize_rows [e4m3fn bf16]": {"registers": 40, "lds_bytes": 16, "occupancy": 8.0}}}
+    {"3.9": {"quantize_rows [e4m3fn bf16]": {"registers": 40, "sgpr_spills": 0, "lds_bytes": 16, "occupancy": 8.0}}}
 
 `registers` are vector registers a lane (VGPRs and AGPRs of the one file), rounded up to the granule of 8 in which
-they are handed out. `octavo check --all --write-budget` writes what it finds; the diff is then the review.
+they are handed out; `sgpr_spills` are scalar registers kept in lanes of a vector register. `octavo check --all
+--write-budget` writes what it finds; the diff is then the review.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def measure(kernel: CompiledKernel) -> dict[str, float]:
     """What a budget says of `kernel`."""
     return {
         "registers": -(-registers(kernel) // 8) * 8,
+        "sgpr_spills": kernel.sgpr_spills,
         "lds_bytes": kernel.lds_bytes,
         "occupancy": occupancy(kernel),
     }
@@ -48,16 +50,13 @@ def judge(kernel: CompiledKernel, name: str, triton: str, budgets: Budgets) -> l
     if budget is None:
         return [Finding("budget", "fail", "none for this case", "one: run octavo check --all --write-budget")]
     found = measure(kernel)
-    return [
-        _within("registers", found, budget, found["registers"] <= budget["registers"], "at most"),
-        _within("lds_bytes", found, budget, found["lds_bytes"] <= budget["lds_bytes"], "at most"),
-        _within("occupancy", found, budget, found["occupancy"] >= budget["occupancy"], "at least"),
-    ]
+    return [_within(name, found[name], budget.get(name, 0)) for name in found]
 
 
-def _within(name: str, found: Budget, budget: Budget, good: bool, bound: str) -> Finding:
-    status = "pass" if good else "fail"
-    return Finding(f"budget of {name}", status, f"{found[name]:g}", f"{bound} {budget[name]:g}")
+def _within(name: str, found: float, allowed: float) -> Finding:
+    # More waves are better, of all else less is.
+    good, bound = (found >= allowed, "at least") if name == "occupancy" else (found <= allowed, "at most")
+    return Finding(f"budget of {name}", "pass" if good else "fail", f"{found:g}", f"{bound} {allowed:g}")
 
 
 def write(

@@ -114,11 +114,12 @@ def _amd_blocks(asm: str, name: str) -> list[Block]:
         text = line.split(";", 1)[0].strip()
         if not text or text.startswith((".", "//")):
             continue
-        mnemonic, _, operands = text.partition(" ")
-        blocks[-1].instructions.append(Instruction(mnemonic, operands.strip()))
+        mnemonic, *words = text.split()
+        operands = " ".join(words)
+        blocks[-1].instructions.append(Instruction(mnemonic, operands))
         branch = _AMD_BRANCH.match(mnemonic) is not None
         if branch or mnemonic in ("s_endpgm", "s_setpc_b64"):
-            jumps.append((operands.strip() if branch else "", mnemonic.startswith("s_cbranch")))
+            jumps.append((operands if branch else "", mnemonic.startswith("s_cbranch")))
             blocks.append(Block(""))
     return _connect(blocks, jumps)
 
@@ -141,8 +142,8 @@ def _ptx_blocks(asm: str, name: str) -> list[Block]:
         statement = statement[guard.end() :] if guard else statement
         if not statement or statement.startswith((".", "}")):
             continue
-        mnemonic, _, operands = statement.replace("\t", " ").partition(" ")
-        instruction = Instruction(mnemonic, " ".join(operands.split()), guard is not None)
+        mnemonic, *operands = statement.split()
+        instruction = Instruction(mnemonic, " ".join(operands), guard is not None)
         blocks[-1].instructions.append(instruction)
         if mnemonic.split(".")[0] in ("bra", "ret", "exit"):
             jumps.append((instruction.operands if mnemonic.startswith("bra") else "", guard is not None))

@@ -132,19 +132,16 @@ def _hopper_cost(instruction: Instruction) -> tuple[int, int | None]:
 
 # ---- memory -----------------------------------------------------------------------------------------------
 
-_AMD_WIDTH: tuple[tuple[str, int], ...] = (
-    (r"_(?:u|s)?byte|_b8\b|_[iu]8\b", 1),
-    (r"_(?:u|s)?short|_b16\b|_[iu]16\b", 2),
-    (r"dwordx4|_b128", 16),
-    (r"dwordx3|_b96", 12),
-    (r"dwordx2|_b64|_[iu]64|_f64|_x2\b", 8),
-    (r"", 4),
-)
+_AMD_BITS = re.compile(r"_[biuf](8|16|32|64|96|128)")  # The first one: in ds_read_b64_tr_b8 what is read.
+_AMD_NAMES = {"byte": 1, "short": 2, "dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "_x2": 8}
 _LDS = re.compile(r"ds_(?!bpermute|permute|swizzle|nop)")
 
 
 def _amd_width(mnemonic: str) -> int:
-    return next(width for pattern, width in _AMD_WIDTH if re.search(pattern, mnemonic))
+    bits = _AMD_BITS.search(mnemonic)
+    if bits:
+        return int(bits[1]) // 8
+    return next((width for name, width in _AMD_NAMES.items() if name in mnemonic), 4)
 
 
 def _ptx_width(mnemonic: str) -> int:
@@ -179,10 +176,10 @@ def lds_bytes(instruction: Instruction) -> int:
         return _amd_width(name)
     if name.startswith("cp.async"):
         return _cp_async_width(instruction.operands)
-    if re.match(r"(?:ld|st|atom|red)\S*\.shared", name):
-        return _ptx_width(name)
     tiles = re.match(r"(?:ldmatrix|stmatrix)\.\S*\.x(\d)", name)
-    return 4 * int(tiles[1]) if tiles else 0
+    if tiles:
+        return 4 * int(tiles[1])
+    return _ptx_width(name) if re.match(r"(?:ld|st|atom|red)\S*\.shared", name) else 0
 
 
 # ---- occupancy --------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -95,7 +96,9 @@ class _Process:
         self._errors.seek(0)
         lines = [line.strip() for line in self._errors.read().splitlines() if line.strip()]
         self.close()
-        told = next((line for line in reversed(lines) if "rror" in line or "ssert" in line), "")
+        told = next(
+            (line for line in reversed(lines) if re.search("error|assert|fatal", line, re.IGNORECASE)), ""
+        )
         return f"the compiler crashed (exit status {status}) {told[:300]}".strip()
 
     def close(self) -> None:
