@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training_support import QUANTIZED_RECIPES, assert_all_equal, penalty_backward, run_net
+from training_support import QUANTIZED_RECIPES, OpCount, assert_all_equal, penalty_backward, run_net
 
 import octavo
 from octavo.testing import poisoned_allocations, sqnr
@@ -90,6 +90,7 @@ def test_spans_are_reported_and_can_be_turned_off() -> None:
     assert report.spans == ("0",)
     assert "one function" in str(report)
     assert octavo.convert(model, spans=False).spans == ()
+    assert type(model[0]) is FeedForward
     x = torch.randn(8, 64)
     assert_all_equal(run_net(model, x), run_net(make(spans=False), x))
 
@@ -160,6 +161,40 @@ def test_a_monitor_sees_the_projections_of_a_span() -> None:
     with octavo.monitor(block) as watch:
         run_net(block, torch.randn(8, 64))
     assert {s.layer for s in watch.read()} == {"0.w1", "0.w2", "0.w3"}
+
+
+def test_recomputation_takes_the_path_of_its_own_forward_while_watched() -> None:
+    # As a pipeline schedule does: the next micro-batch's forward runs before this one's backward.
+    block, x = make(), torch.randn(8, 64, requires_grad=True)
+    wrapped = nn.Sequential(block)
+    wrapped.forward = lambda z: checkpoint(block, z, use_reentrant=False)
+    with octavo.monitor(wrapped, every=2):
+        first, second = wrapped(x), wrapped(2 * x)
+        first.sum().backward()
+        second.sum().backward()
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_watching_a_span_changes_no_bit(recipe: str, dtype: torch.dtype) -> None:
+    block, x = make(recipe).to(dtype), torch.randn(32, 64, dtype=dtype)
+    expected = run_net(block, x)
+    with octavo.monitor(block):
+        assert_all_equal(run_net(block, x), expected)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+def test_weights_of_a_span_are_quantized_once_while_gradients_accumulate(recipe: str) -> None:
+    block = make(recipe)
+
+    def count(batches: int) -> int:
+        with octavo.accumulate(), OpCount() as ops:
+            for _ in range(batches):
+                block(torch.randn(8, 64, requires_grad=True)).sum().backward()
+        return sum(n for name, n in ops.octavo().items() if name in ("quantize", "quantize_concat"))
+
+    assert count(3) == count(1)
 
 
 def test_a_second_derivative_of_a_span_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 
@@ -133,11 +134,10 @@ def test_b35_nothing_grows_with_the_steps(recipe: str, cached: bool) -> None:
             optimizer.zero_grad()
         return live_tensors(), saved(layer.state_dict()).getbuffer().nbytes
 
-    if cached:
-        with octavo.accumulate():
-            first = steps(1)
-            assert steps(200) == first
-    else:
-        first = steps(1)
-        assert steps(200) == first
+    with octavo.accumulate() if cached else contextlib.nullcontext():
+        first, later = steps(1), steps(200)
+    # Garbage of earlier tests may still be collected, so the count may fall; it must not rise.
+    assert later[0] <= first[0]
+    assert later[1] == first[1]
+    if not cached:
         assert first[1] == saved(nn.Linear(192, 192).state_dict()).getbuffer().nbytes
