@@ -133,7 +133,9 @@ def forward_long(
         if EVEN:
             x = tl.load(x_ptr + row * x_stride + cols, eviction_policy="evict_first")
         else:
-            x = tl.load(x_ptr + row * x_stride + cols, mask=cols < n, other=0.0, eviction_policy="evict_first")
+            x = tl.load(
+                x_ptr + row * x_stride + cols, mask=cols < n, other=0.0, eviction_policy="evict_first"
+            )
         y = x.to(tl.float32) * rstd
         if HAS_WEIGHT:
             y = y * tl.load(w_ptr + cols, mask=cols < n, other=0.0).to(tl.float32)
@@ -254,7 +256,17 @@ def backward_rows(
 
 @triton.jit
 def backward_partial(
-    g_ptr, x_ptr, w_ptr, partial_ptr, n, span, g_stride, x_stride, SPLITS: tl.constexpr, C: tl.constexpr, HAS_WEIGHT: tl.constexpr
+    g_ptr,
+    x_ptr,
+    w_ptr,
+    partial_ptr,
+    n,
+    span,
+    g_stride,
+    x_stride,
+    SPLITS: tl.constexpr,
+    C: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
 ):
     """partial float32 [m, SPLITS]: sums of g w x over ``span`` columns (a multiple of ``C``); grid (m, SPLITS)."""
     row = tl.program_id(0).to(tl.int64)

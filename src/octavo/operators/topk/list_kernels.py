@@ -37,7 +37,9 @@ def list_topk_kernel(
     row_mask = rows < m
     row_offsets = rows.to(tl.int64) * stride_row
     kind: tl.constexpr = "packed32" if PACK32 else "packed64"
-    best = sort_wires(load_wires(x_ptr, row_offsets, row_mask, n, stride_col, 0, LANES, VEC, KP, LARGEST, kind))
+    best = sort_wires(
+        load_wires(x_ptr, row_offsets, row_mask, n, stride_col, 0, LANES, VEC, KP, LARGEST, kind)
+    )
     for block in tl.static_range(1, BLOCKS):
         start = block * LANES * KP
         more = load_wires(x_ptr, row_offsets, row_mask, n, stride_col, start, LANES, VEC, KP, LARGEST, kind)

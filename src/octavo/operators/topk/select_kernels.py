@@ -62,7 +62,14 @@ def _tile(
 
 @triton.jit
 def _block(
-    x_row, start, end, stride_col, SIZE: tl.constexpr, LARGEST: tl.constexpr, PACK32: tl.constexpr, PACKED: tl.constexpr
+    x_row,
+    start,
+    end,
+    stride_col,
+    SIZE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    PACK32: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """int32 keys and columns of ``SIZE`` columns from ``start`` on; the lowest key past ``end``."""
     cols = start + tl.arange(0, SIZE)
@@ -135,7 +142,7 @@ def _emit_all(
     PACK32: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Pack the keys from ``threshold`` on into ``slots``; returns how many, of which those past ``CAP`` are not written.
+    """Pack the keys from ``threshold`` on into ``slots``; returns how many: those past ``CAP`` are not written.
 
     Hits are few, so they are found as bits of one integer for the ``U`` columns of a thread, and read again.
     """
@@ -217,9 +224,7 @@ def _raise_threshold(
     middle = low + 1
     ties = CAP
     while high - low > 1:
-        reach = _count_row(
-            x_row, begin, end, stride_col, middle.to(tl.int32), SIZE, LARGEST, PACK32, PACKED
-        )
+        reach = _count_row(x_row, begin, end, stride_col, middle.to(tl.int32), SIZE, LARGEST, PACK32, PACKED)
         if reach >= k:
             low = middle
         else:

@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 from .key_kernels import (
-    COLUMN_MASK,
     LOWEST32,
     LOWEST64,
     column_of64,
@@ -115,8 +114,8 @@ def threshold_topk_kernel(
 ):
     """x [rows, n] by strides -> values, indices [rows, k] contiguous, sorted; one program a row.
 
-    ``CHUNK * CHUNKS >= n`` (equal when ``EVEN``), ``CHUNKS <= 32``; ``CHUNK`` a multiple of ``GROUPS >= k``; ``CAP >= KP >= k``; scratch
-    int64 [rows, CAP].
+    ``CHUNK * CHUNKS >= n`` (equal when ``EVEN``), ``CHUNKS <= 32``; ``CHUNK`` a multiple of ``GROUPS >= k``;
+    ``CAP >= KP >= k``; scratch int64 [rows, CAP].
     """
     row = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + row * stride_row

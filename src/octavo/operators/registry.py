@@ -1,0 +1,249 @@
+"""The only file that touches PyTorch's dispatcher: puts kernels behind existing operators and takes them away.
+
+Nothing is registered before the first ``enable``. Then each overload of an operator gets one router, once; afterwards
+``enable`` and ``disable`` only set a flag that the router reads, since registering again while other threads call
+crashes PyTorch. A router asks the gate, then the measured table, and calls either our kernel or the one that was there
+before, with the same arguments: what is refused behaves as if nothing were registered, errors included. PyTorch's own
+``torch._native`` overrides may be switched before or after ours; if the kernel captured here was one of theirs and is
+gone, the one below it is captured instead.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import importlib
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from octavo.operators import wins
+from octavo.operators.override import Override
+
+OPERATORS = {"topk": "octavo.operators.topk", "rms_norm": "octavo.operators.rms_norm"}
+"""Names that ``enable`` takes, and the module that holds each one's OVERRIDES."""
+
+ENVIRONMENT = "OCTAVO_OPERATORS"
+"""Names to switch on in programs started by ``octavo run``, separated by commas; ``all`` for all."""
+
+
+@dataclass(frozen=True)
+class OperatorStatus:
+    """What happened to the calls of one overload since the process started.
+
+    Args:
+        overload: e.g. ``"aten::topk"``.
+        enabled: whether its calls are considered at present.
+        forced: whether calls without a measurement are taken.
+        taken: calls that Octavo's kernel served.
+        refused: calls that went to PyTorch's kernel while enabled, by reason.
+        table: the run behind the table of measured wins, per architecture of the process's devices; empty if none.
+    """
+
+    overload: str
+    enabled: bool
+    forced: bool
+    taken: int
+    refused: dict[str, int]
+    table: dict[str, str]
+
+
+@dataclass
+class _Switch:
+    """State of an operator that its routers read."""
+
+    enabled: bool = False
+    forced: bool = False
+    routes: list[_Route] = field(default_factory=list)
+
+
+class _Route:
+    """One overload at one dispatch key: the router, what it falls back to, and its counts."""
+
+    def __init__(self, override: Override, key: str, switch: _Switch) -> None:
+        self.override = override
+        self.key = key
+        self.switch = switch
+        self.taken = 0
+        self.refused: collections.Counter[str] = collections.Counter()
+        self.lock = threading.Lock()
+        self.install()
+
+    def install(self) -> None:
+        """Capture the present kernel and register the router above it."""
+        self.original = torch.library.get_kernel(self.override.overload, self.key)
+        self.library = torch.library.Library("aten", "IMPL")
+        name = self.override.overload.removeprefix("aten::")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*[Oo]verriding a previously registered kernel.*")
+            self.library.impl(name, self.route, self.key, with_keyset=True)
+
+    def route(self, keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        """Serve one call."""
+        switch = self.switch
+        if switch.enabled:
+            override = self.override
+            reason = override.why_not(*args, **kwargs)
+            if reason is None and not switch.forced:
+                reason = override.measured(*args, **kwargs)
+            if reason is None:
+                with self.lock:
+                    self.taken += 1
+                return override.run(*args, **kwargs)
+            with self.lock:
+                self.refused[reason] += 1
+        return self._call_original(keyset, args, kwargs)
+
+    def _call_original(
+        self, keyset: torch._C.DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        original = self.original
+        try:
+            return original.call_boxed(keyset, *args, **kwargs)
+        except RuntimeError as error:
+            if "SafeKernelFunction has been invalidated" not in str(error):
+                raise
+        with self.lock:
+            if self.original is original:
+                self.library._destroy()
+                self.install()
+        return self.original.call_boxed(keyset, *args, **kwargs)
+
+
+_switches: dict[str, _Switch] = {}
+_lock = threading.RLock()
+
+
+def _names(operators: tuple[str, ...]) -> tuple[str, ...]:
+    unknown = [name for name in operators if name not in OPERATORS]
+    if unknown:
+        raise ValueError(f"unknown operator {unknown[0]!r}; choose from {', '.join(OPERATORS)}")
+    return operators or tuple(OPERATORS)
+
+
+def _switch(name: str) -> _Switch:
+    """The operator's switch, with its routers registered."""
+    with _lock:
+        switch = _switches.get(name)
+        if switch is None:
+            switch = _switches[name] = _Switch()
+            # PyTorch registers GPU kernels of both vendors under this key, and has none in a CPU build.
+            if torch.version.cuda or torch.version.hip:
+                for override in importlib.import_module(OPERATORS[name]).OVERRIDES:
+                    switch.routes.append(_Route(override, "CUDA", switch))
+        return switch
+
+
+def register_for_test(name: str, overrides: tuple[Override, ...], key: str) -> None:
+    """Route ``overrides`` at another dispatch key, for tests in a process of their own: it cannot be undone."""
+    switch = _switch(name)
+    with _lock:
+        switch.routes.extend(_Route(override, key, switch) for override in overrides)
+
+
+def enable(*operators: str, force: bool = False) -> None:
+    """Let Octavo's kernels serve these operators (all of them by default) where they were measured faster.
+
+    Args:
+        operators: names from ``OPERATORS``.
+        force: take every call that the kernels are right for, measured or not (for tests and benchmarks).
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    for name in _names(operators):
+        switch = _switch(name)
+        switch.forced = force
+        switch.enabled = True
+
+
+def disable(*operators: str) -> None:
+    """Give these operators (all by default) back to PyTorch's kernels."""
+    for name in _names(operators):
+        switch = _switches.get(name)
+        if switch is not None:
+            switch.enabled = False
+            switch.forced = False
+
+
+@contextlib.contextmanager
+def enabled(*operators: str, force: bool = False) -> Iterator[None]:
+    """``enable`` inside the block, then what was before. Holds for all threads, as a dispatcher does."""
+    names = _names(operators)
+    before = {name: (_switch(name).enabled, _switch(name).forced) for name in names}
+    enable(*names, force=force)
+    try:
+        yield
+    finally:
+        for name, (was_enabled, was_forced) in before.items():
+            _switches[name].enabled = was_enabled
+            _switches[name].forced = was_forced
+
+
+def enable_from_environment() -> tuple[str, ...]:
+    """Enable what ``$OCTAVO_OPERATORS`` names; returns the names.
+
+    Raises:
+        ValueError: for an unknown name in it.
+    """
+    text = os.environ.get(ENVIRONMENT, "").strip()
+    if not text or text == "0":
+        return ()
+    names = () if text in ("all", "1") else tuple(part.strip() for part in text.split(",") if part.strip())
+    names = _names(names)
+    enable(*names)
+    return names
+
+
+def _tables(name: str) -> dict[str, str]:
+    if not torch.cuda.is_initialized():
+        return {}
+    from octavo import hardware
+
+    found = {}
+    for index in range(torch.cuda.device_count()):
+        architecture = hardware.architecture(torch.device("cuda", index))
+        table = wins.tables(architecture).get(name)
+        if table is not None:
+            found[architecture] = table.run
+    return found
+
+
+def status() -> list[OperatorStatus]:
+    """One entry for every overload that was ever enabled in this process."""
+    out = []
+    for name, switch in _switches.items():
+        for route in switch.routes:
+            with route.lock:
+                taken, refused = route.taken, dict(route.refused)
+            overload = route.override.overload
+            entry = OperatorStatus(overload, switch.enabled, switch.forced, taken, refused, _tables(name))
+            out.append(entry)
+    return out
+
+
+def reset_counts() -> None:
+    """Start the counts of ``status`` again."""
+    for switch in _switches.values():
+        for route in switch.routes:
+            with route.lock:
+                route.taken = 0
+                route.refused.clear()
+
+
+def why_not(name: str, overload: str, *args: Any, **kwargs: Any) -> str | None:
+    """Why an enabled operator would refuse a call of ``overload`` with these arguments, or None if it would not.
+
+    Raises:
+        ValueError: for an unknown operator or overload.
+    """
+    _names((name,))
+    for override in importlib.import_module(OPERATORS[name]).OVERRIDES:
+        if override.overload == overload:
+            return override.why_not(*args, **kwargs) or override.measured(*args, **kwargs)
+    raise ValueError(f"operator {name!r} does not serve {overload!r}")

@@ -1,0 +1,166 @@
+"""``F.rms_norm`` on Octavo's kernels: what they are right for, and the calls themselves.
+
+``F.rms_norm`` on a GPU reaches ``aten::_fused_rms_norm`` and, in backward, ``aten::_fused_rms_norm_backward`` when
+input and weight have one dtype; with different dtypes PyTorch computes it from elementary operators, which no override
+sees. Called directly, these overloads take a weight of another dtype; its gradient then has the weight's dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+
+from octavo import hardware
+from octavo.operators import wins
+from octavo.operators.override import Override
+from octavo.operators.rms_norm import plan as plans
+from octavo.operators.rms_norm.reference import default_eps
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def why_not_forward(
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
+) -> str | None:
+    """Why Octavo's kernels are not right for these arguments of ``aten::_fused_rms_norm``, or None if they are."""
+    if input.dtype not in DTYPES:
+        return "dtype is not float32, bfloat16 or float16"
+    if input.layout is not torch.strided:
+        return "the tensor is not strided"
+    dims = len(normalized_shape)
+    if dims == 0 or input.ndim < dims or list(input.shape[-dims:]) != list(normalized_shape):
+        return "normalized_shape does not match the input"
+    if weight is not None:
+        if weight.dtype not in DTYPES:
+            return "the weight's dtype is not float32, bfloat16 or float16"
+        if weight.device != input.device or list(weight.shape) != list(normalized_shape):
+            return "the weight has another device or shape"
+        if torch._C._is_cow_tensor(weight):
+            return "a tensor is copy-on-write"
+    if input.numel() == 0:
+        return "the tensor is empty"
+    if math.prod(normalized_shape) > plans.MAX_COLUMNS:
+        return f"rows are longer than {plans.MAX_COLUMNS}"
+    if torch._C._is_cow_tensor(input):
+        return "a tensor is copy-on-write"
+    return hardware.why_no_triton(input.device)
+
+
+def why_not_backward(
+    grad_out: torch.Tensor,
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    output_mask: Sequence[bool],
+) -> str | None:
+    """As ``why_not_forward``, for ``aten::_fused_rms_norm_backward``."""
+    reason = why_not_forward(input, normalized_shape, weight, None)
+    if reason is not None:
+        return reason
+    if grad_out.shape != input.shape or grad_out.dtype not in DTYPES or grad_out.device != input.device:
+        return "grad_out does not match the input"
+    rows = input.numel() // math.prod(normalized_shape)
+    if rstd.dtype != torch.float32 or rstd.numel() != rows or rstd.device != input.device:
+        return "rstd is not one float32 a row"
+    if torch._C._is_cow_tensor(grad_out) or torch._C._is_cow_tensor(rstd):
+        return "a tensor is copy-on-write"
+    return None
+
+
+def _measured(kind: str, input: torch.Tensor, normalized_shape: Sequence[int]) -> str | None:
+    n = math.prod(normalized_shape)
+    dtype = str(input.dtype)[6:]
+    return wins.why_not(kind, input.device, dtype=dtype, m=input.numel() // n, n=n)
+
+
+def measured_forward(
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
+) -> str | None:
+    """Why no measurement says that the forward wins, or None if one does."""
+    return _measured("rms_norm", input, normalized_shape)
+
+
+def measured_backward(
+    grad_out: torch.Tensor, input: torch.Tensor, normalized_shape: Sequence[int], *_: object
+) -> str | None:
+    """Why no measurement says that the backward wins, or None if one does."""
+    return _measured("rms_norm_backward", input, normalized_shape)
+
+
+def _rows(x: torch.Tensor, n: int) -> torch.Tensor:
+    """x as [m, n] with unit column stride; a copy only if it has no such view."""
+    if x.ndim != 2 or x.shape[1] != n:
+        x = x.reshape(-1, n)
+    return x if x.stride(1) == 1 or n == 1 else x.contiguous()
+
+
+@functools.cache
+def _programs(index: int) -> int:
+    return 2 * torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def _device_programs(x: torch.Tensor) -> int:
+    return 264 if x.device.type != "cuda" else _programs(x.device.index)
+
+
+def fused_rms_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None,
+    eps: float | None,
+    *,
+    plan: plans.Plan | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y, rstd) for arguments that ``why_not_forward`` accepts; ``plan`` overrides the choice of kernel."""
+    from octavo.operators.rms_norm.launch import forward
+
+    n = math.prod(normalized_shape)
+    x = _rows(input, n)
+    m = x.shape[0]
+    y = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    outer = input.ndim - len(normalized_shape)
+    rstd = torch.empty(
+        (*input.shape[:outer], *([1] * len(normalized_shape))), dtype=torch.float32, device=x.device
+    )
+    plan = plan or plans.choose_forward(m, n, x.element_size(), _device_programs(x))
+    w = None if weight is None else weight.contiguous()
+    forward(x, w, default_eps() if eps is None else eps, y, rstd, plan)
+    return y, rstd
+
+
+def fused_rms_norm_backward(
+    grad_out: torch.Tensor,
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    output_mask: Sequence[bool],
+    *,
+    plan: plans.Plan | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(dx, dw) for arguments that ``why_not_backward`` accepts; ``plan`` overrides the choice of kernel."""
+    from octavo.operators.rms_norm.launch import backward
+
+    n = math.prod(normalized_shape)
+    x = _rows(input, n)
+    g = _rows(grad_out, n)
+    dx = torch.empty(input.shape, dtype=input.dtype, device=x.device) if output_mask[0] else None
+    dw = None
+    if output_mask[1] and weight is not None:
+        dw = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
+    if dx is None and dw is None:
+        return None, None
+    plan = plan or plans.choose_backward(x.shape[0], n, x.element_size(), _device_programs(x))
+    w = None if weight is None else weight.contiguous()
+    backward(g, x, w, rstd.contiguous(), dx, dw, plan)
+    return dx, dw
+
+
+OVERRIDES = (
+    Override("aten::_fused_rms_norm", why_not_forward, measured_forward, fused_rms_norm),
+    Override("aten::_fused_rms_norm_backward", why_not_backward, measured_backward, fused_rms_norm_backward),
+)

@@ -1,0 +1,126 @@
+"""``torch.topk`` on Octavo's kernels: what they are right for, and the call itself.
+
+NaN ranks above everything whatever its sign, -0 equals +0, and equal values go by the lowest index, so a result is
+the same in every run, with deterministic algorithms on or off. ``sorted=False`` may still return sorted results.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from octavo import hardware
+from octavo.operators import wins
+from octavo.operators.override import Override
+from octavo.operators.topk import plan as plans
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def why_not(
+    self: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> str | None:
+    """Why Octavo's kernels are not right for these arguments of ``aten::topk``, or None if they are."""
+    if self.dtype not in DTYPES:
+        return "dtype is not float32, bfloat16 or float16"
+    if self.layout is not torch.strided:
+        return "the tensor is not strided"
+    if self.ndim == 0 or not -self.ndim <= dim < self.ndim:
+        return "no such dimension, or none at all"
+    n = self.shape[dim]
+    if not 0 < k <= n:
+        return "k is 0 or out of range"
+    if k > plans.MAX_K:
+        return f"k is above {plans.MAX_K}"
+    if self.numel() == 0:
+        return "the tensor is empty"
+    if n >= 2**31 - 2**20:
+        return "rows of 2**31 columns or more"
+    if torch._C._is_cow_tensor(self):
+        return "the tensor is copy-on-write"
+    return hardware.why_no_triton(self.device)
+
+
+def why_not_out(
+    self: torch.Tensor,
+    k: int,
+    dim: int = -1,
+    largest: bool = True,
+    sorted: bool = True,
+    *,
+    values: torch.Tensor,
+    indices: torch.Tensor,
+) -> str | None:
+    """As ``why_not``, for ``aten::topk.values``: the outputs must be as PyTorch would allocate them."""
+    reason = why_not(self, k, dim, largest, sorted)
+    if reason is not None:
+        return reason
+    shape = list(self.shape)
+    shape[dim] = k
+    for out, dtype in ((values, self.dtype), (indices, torch.int64)):
+        if out.device != self.device or out.dtype != dtype:
+            return "an out= tensor has another device or dtype"
+        if list(out.shape) != shape or not out.is_contiguous():
+            return "an out= tensor has another shape or is not contiguous"
+        if torch._C._is_cow_tensor(out):
+            return "an out= tensor is copy-on-write"
+        if out.untyped_storage().data_ptr() == self.untyped_storage().data_ptr():
+            return "an out= tensor may overlap the input"
+    return None
+
+
+def measured(self: torch.Tensor, k: int, dim: int = -1, *_: object, **__: object) -> str | None:
+    """Why no measurement says that these arguments win, or None if one does."""
+    n = self.shape[dim]
+    if dim not in (-1, self.ndim - 1) or self.stride(-1) != 1:
+        return "not measured: another dimension than a contiguous last one"
+    return wins.why_not("topk", self.device, dtype=str(self.dtype)[6:], m=self.numel() // n, n=n, k=k)
+
+
+@functools.cache
+def _programs(index: int) -> int:
+    return 2 * torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def _plan(x: torch.Tensor, k: int) -> plans.Plan:
+    programs = 264 if x.device.type != "cuda" else _programs(x.device.index)
+    return plans.choose(x.shape[0], x.shape[1], k, x.element_size(), programs)
+
+
+def topk(
+    self: torch.Tensor,
+    k: int,
+    dim: int = -1,
+    largest: bool = True,
+    sorted: bool = True,
+    *,
+    values: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    plan: plans.Plan | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``torch.topk`` for arguments that ``why_not`` accepts; ``plan`` overrides the choice of kernel."""
+    from octavo.operators.topk.launch import topk_rows
+
+    last = dim in (-1, self.ndim - 1)
+    x = self if last else self.movedim(dim, -1)
+    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    shape = (*x.shape[:-1], k)
+    direct = last and values is not None and indices is not None
+    out_values = values if direct else torch.empty(shape, dtype=x.dtype, device=x.device)
+    out_indices = indices if direct else torch.empty(shape, dtype=torch.int64, device=x.device)
+    assert out_values is not None
+    assert out_indices is not None
+    topk_rows(rows, k, largest, sorted, plan or _plan(rows, k), out_values, out_indices)
+    if last:
+        return out_values, out_indices
+    out_values, out_indices = out_values.movedim(-1, dim), out_indices.movedim(-1, dim)
+    if values is None or indices is None:
+        return out_values.contiguous(), out_indices.contiguous()
+    return values.copy_(out_values), indices.copy_(out_indices)
+
+
+OVERRIDES = (
+    Override("aten::topk", why_not, measured, topk),
+    Override("aten::topk.values", why_not_out, measured, topk),
+)

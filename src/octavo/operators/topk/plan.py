@@ -1,0 +1,110 @@
+"""Which TopK kernel serves which shape, and with what launch parameters. Pure arithmetic on shapes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+MAX_K = 2048
+LIST_MAX_K = 32
+LIST_MAX_COLUMNS = 1024
+THRESHOLD_MAX_K = 32
+THRESHOLD_MAX_CHUNKS = 32
+PACK32_COLUMNS = 65535
+"""Rows shorter than this leave room for the column in the lower 16 bits of a 16-bit dtype's key."""
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least ``n``."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class ListPlan:
+    """Launch of ``list_topk_kernel``: ``rows`` rows a program, ``lanes`` threads a row."""
+
+    rows: int
+    lanes: int
+    vec: int
+    kp: int
+    blocks: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class ThresholdPlan:
+    """Launch of ``threshold_topk_kernel``: a row a program, ``chunks`` chunks of ``chunk`` columns."""
+
+    chunk: int
+    chunks: int
+    groups: int
+    cap: int
+    kp: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class SelectPlan:
+    """Launch of ``select_topk_kernel``: ``splits`` programs a row of ``span`` columns each."""
+
+    splits: int
+    span: int
+    groups: int
+    unroll: int
+    cap: int
+    kp: int
+    num_warps: int
+
+
+Plan = ListPlan | ThresholdPlan | SelectPlan
+
+
+def list_plan(n: int, k: int, lanes: int = 8, num_warps: int = 4) -> ListPlan:
+    """Sorted lists: short rows and k up to 32."""
+    kp = next_power_of_2(k)
+    while lanes > 1 and lanes * kp >= 2 * n:
+        lanes //= 2
+    return ListPlan(32 * num_warps // lanes, lanes, min(4, kp), kp, -(-n // (lanes * kp)), num_warps)
+
+
+def threshold_plan(n: int, k: int, itemsize: int, num_warps: int) -> ThresholdPlan:
+    """Group maxima over a row in registers: k up to 32 and up to 32 columns a chunk position."""
+    kp = next_power_of_2(k)
+    chunk = num_warps * 32 * (16 // itemsize)
+    chunks = next_power_of_2(-(-n // chunk))
+    return ThresholdPlan(chunk, chunks, 32 if k <= 16 else 64, max(16, 4 * kp), kp, num_warps)
+
+
+def select_plan(
+    m: int,
+    n: int,
+    k: int,
+    num_warps: int = 8,
+    unroll: int = 4,
+    splits: int | None = None,
+    programs: int = 264,
+) -> SelectPlan:
+    """Streaming selection: any row length, k up to 2048; few long rows are split to reach ``programs``."""
+    kp = next_power_of_2(k)
+    groups = max(1024, 2 * kp)
+    if splits is None:
+        splits = max(1, min(programs // m, n // max(8192, 8 * kp)))
+    span = n if splits == 1 else -(-n // (splits * 16)) * 16
+    splits = -(-n // span)
+    if n - (splits - 1) * span < k:
+        splits, span = 1, n
+    unroll = max(1, min(unroll, next_power_of_2(-(-span // groups))))
+    return SelectPlan(splits, span, groups, unroll, max(128, 2 * kp), kp, num_warps)
+
+
+@functools.lru_cache(4096)
+def choose(m: int, n: int, k: int, itemsize: int, programs: int) -> Plan:
+    """The plan for ``m`` rows of ``n`` columns; ``programs`` fill the device twice."""
+    if k <= LIST_MAX_K and n <= LIST_MAX_COLUMNS and m * n >= 2**16:
+        return list_plan(n, k)
+    warps = 1
+    while warps < 16 and n > warps * 32 * (16 // itemsize) * 8:
+        warps *= 2
+    if k <= THRESHOLD_MAX_K and n <= warps * 32 * (16 // itemsize) * THRESHOLD_MAX_CHUNKS:
+        return threshold_plan(n, k, itemsize, warps)
+    return select_plan(m, n, k, programs=programs)

@@ -1,0 +1,81 @@
+"""Where a kernel of ours was measured faster than PyTorch's own: committed tables, and the owner's overlay.
+
+``wins/<architecture>.json`` holds, for each operator, boxes of shapes; in a box every shape measured was faster by the
+worse of event time and unflushed back-to-back wall time:
+
+    {"run": "benchmarks/results/topk-h200.json", "topk": [{"dtype": ["float32"], "m": [256, 65536], "n": ..., "k": ...}]}
+
+A list of strings is a set, a pair of integers a closed range. ``octavo tune --wins`` writes the same format for the
+card at hand to ``$OCTAVO_WINS`` (or ``~/.cache/octavo/wins``), which replaces the operators it names.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo import hardware
+
+_COMMITTED = Path(__file__).with_name("wins_tables")
+
+
+@dataclass(frozen=True)
+class Table:
+    """The boxes of one operator on one architecture, and the run that measured them."""
+
+    boxes: tuple[dict[str, list[Any]], ...]
+    run: str
+
+
+def overlay_folder() -> Path:
+    """Where the owner's own measurements are kept."""
+    return Path(os.environ.get("OCTAVO_WINS") or Path.home() / ".cache" / "octavo" / "wins")
+
+
+@functools.cache
+def tables(architecture: str) -> dict[str, Table]:
+    """Operator name to table, the overlay's in place of the committed ones; empty where nothing was measured."""
+    found: dict[str, Table] = {}
+    for folder in (_COMMITTED, overlay_folder()):
+        path = folder / f"{architecture}.json"
+        if not path.is_file():
+            continue
+        data = json.loads(path.read_text())
+        run = data.pop("run")
+        for operator, boxes in data.items():
+            found[operator] = Table(tuple(boxes), run if folder is _COMMITTED else f"{run} ({path})")
+    return found
+
+
+def reload() -> None:
+    """Forget the tables read so far."""
+    tables.cache_clear()
+    _decide.cache_clear()
+
+
+def _inside(value: Any, limits: list[Any]) -> bool:
+    if isinstance(value, str):
+        return value in limits
+    return limits[0] <= value <= limits[1]
+
+
+@functools.lru_cache(8192)
+def _decide(operator: str, architecture: str, shape: tuple[tuple[str, Any], ...]) -> str | None:
+    table = tables(architecture).get(operator)
+    if table is None:
+        return f"not measured on {architecture}"
+    for box in table.boxes:
+        if all(_inside(value, box[name]) for name, value in shape):
+            return None
+    return "not measured faster for this shape"
+
+
+def why_not(operator: str, device: torch.device, **shape: Any) -> str | None:
+    """Why no box of the device's architecture holds ``shape`` (names as in the table), or None if one does."""
+    return _decide(operator, hardware.architecture(device), tuple(shape.items()))
