@@ -111,7 +111,7 @@ def train(
         int, typer.Option(parser=_whole, metavar="N", help="Tokens (bytes) in a sequence.")
     ] = 128,
     batch_size: Annotated[int, typer.Option(parser=_whole, metavar="N", help="Sequences in a step.")] = 8,
-    lr: Annotated[float, typer.Option(parser=_number, metavar="X", help="Largest learning rate.")] = 2e-3,
+    lr: Annotated[float, typer.Option(parser=_number, metavar="X", help="Largest learning rate.")] = 1e-3,
     warmup: Annotated[
         int | None,
         typer.Option(

@@ -190,8 +190,8 @@ def reference_logits(
 def test_logits_match_the_reference_in_float64() -> None:
     model = tiny()
     with torch.no_grad():  # large weights, so that attention is far from uniform and norms from one
-        for weight in model.parameters():
-            weight.mul_(torch.rand_like(weight) + 0.5 if weight.dim() == 1 else 12.0)
+        for name, weight in model.named_parameters():
+            weight.mul_(torch.rand_like(weight) + 0.5 if "norm" in name else 12.0)
     tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
     expected = reference_logits(model.state_dict(), tokens, TINY)
     assert expected.abs().max() > 1.0
@@ -230,6 +230,7 @@ def test_initial_weights_have_the_stated_spread_and_the_loss_of_a_guess() -> Non
     model = config.build()
     model.init_weights(0)
     # A normal cut at three deviations spreads 0.9866 times as wide.
+    assert model.tok_embeddings.weight.std().item() == pytest.approx(0.9866, rel=0.02)
     assert model.layers[0].attention.wq.weight.std().item() == pytest.approx(0.9866 * 0.02, rel=0.02)  # type: ignore
     assert model.layers[5].feed_forward.w2.weight.std().item() == pytest.approx(  # type: ignore[union-attr]
         0.9866 * 0.02 / math.sqrt(12), rel=0.02
@@ -237,6 +238,10 @@ def test_initial_weights_have_the_stated_spread_and_the_loss_of_a_guess() -> Non
     tokens = torch.randint(0, 256, (2, 33), generator=torch.Generator().manual_seed(0))
     loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
     assert loss.item() == pytest.approx(math.log(256), rel=0.03)
+
+
+def test_a_tied_embedding_starts_as_small_as_an_output_head() -> None:
+    assert 0.015 < tiny(tied_embeddings=True).tok_embeddings.weight.std().item() < 0.025
 
 
 def test_bfloat16_model_gives_bfloat16_logits_near_those_of_float32() -> None:

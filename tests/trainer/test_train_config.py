@@ -76,7 +76,7 @@ def test_learning_rate_rises_to_its_top_and_falls_to_its_floor(job: Job) -> None
 
 
 def test_learning_rate_without_warmup_and_with_one_step(job: Job) -> None:
-    assert job(steps=1).learning_rate(0) == pytest.approx(2e-3)
+    assert job(steps=1).learning_rate(0) == pytest.approx(1e-3)
     assert job(steps=3, warmup=0, lr=1.0).learning_rate(0) < 1.0
     assert job(steps=3, warmup=3, lr=1.0).learning_rate(2) == 1.0
 

@@ -44,7 +44,7 @@ def test_a_recipe_changes_the_losses_but_little(job: Job) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_learns(job: Job, dtype: str) -> None:
-    config = job(steps=40, dtype=dtype)
+    config = job(steps=40, dtype=dtype, lr=4e-3)
     run = train(config, "bf16", data.load(config.data, config.seq_len), lambda step: None)
     assert run.losses[0] > 5.0
     assert run.final_loss is not None

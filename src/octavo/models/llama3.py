@@ -223,18 +223,24 @@ class Llama3(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Sets every weight from ``seed``, to the same values on every device.
 
-        Normal with standard deviation 0.02, cut at three deviations; the two projections that write into the
-        residual stream are divided by ``sqrt(2 * n_layers)``, so that its variance does not grow with depth,
-        as in GPT-2.
-        Norms start at one. Drawn on the CPU in float32, one tensor at a time.
+        Norms start at one, all else normal, cut at three of the deviations below. Drawn on the CPU in float32,
+        one tensor at a time.
         """
         generator = torch.Generator().manual_seed(seed)
-        residual = ("attention.wo.weight", "feed_forward.w2.weight")
         for name, weight in self.named_parameters():  # a tied weight comes once
             if weight.dim() == 1:
                 weight.fill_(1.0)
                 continue
-            std = 0.02 / math.sqrt(2 * self.config.n_layers) if name.endswith(residual) else 0.02
+            std = self._initial_std(name)
             values = torch.empty(weight.shape, dtype=torch.float32)
             nn.init.trunc_normal_(values, std=std, a=-3 * std, b=3 * std, generator=generator)
             weight.copy_(values)
+
+    def _initial_std(self, name: str) -> float:
+        """Standard deviation of a weight matrix at the start."""
+        if name == "tok_embeddings.weight" and not self.config.tied_embeddings:
+            return 1.0  # as in TorchTitan: the first norm would magnify the gradient of a smaller one
+        if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
+            # What writes into the residual stream, so that its variance does not grow with depth (GPT-2).
+            return 0.02 / math.sqrt(2 * self.config.n_layers)
+        return 0.02

@@ -36,7 +36,7 @@ class TrainConfig:
     steps: int = 200
     seq_len: int = 128
     batch_size: int = 8
-    lr: float = 2e-3
+    lr: float = 1e-3
     """The largest learning rate, reached after the warm-up."""
     min_lr: float = 0.1
     """The learning rate at the last step, as a share of ``lr``."""
