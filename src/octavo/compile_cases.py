@@ -1,6 +1,6 @@
 """How a kernels module says what `octavo check` shall compile.
 
-A module that holds `@triton.jit` kernels (its name ends in `_kernels`) may expose
+A module that holds `@triton.jit` kernels (its name is `kernels` or ends in `_kernels`) may expose
 
     def compile_cases(target: str) -> list[CompileCase]
 

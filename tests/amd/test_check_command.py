@@ -151,7 +151,7 @@ def test_the_command_prints_a_table_or_json_and_its_exit_code_says_the_result(
     (case,) = json.loads(text)["cases"]
     assert case["ok"] is True
     assert case["kernel"] == "quantize"
-    assert {f["status"] for f in case["findings"]} == {"pass"}
+    assert "pass" in {f["status"] for f in case["findings"]} <= {"pass", "limit"}
     assert case["main_loop"]["global_bytes"] == 64 * (8 + 4)
 
     path = tmp_path / "gfx950.json"

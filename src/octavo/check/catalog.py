@@ -1,7 +1,11 @@
-"""Find what to compile: the cases that kernel modules yield by the protocol of `octavo.compile_cases`."""
+"""Find what to compile: the cases that kernel modules yield by the protocol of `octavo.compile_cases`.
+
+Rooms without cases of their own are covered by `octavo.check.rooms`, which records their launches.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +15,8 @@ from pathlib import Path
 from octavo.check.compile import TARGETS
 from octavo.compile_cases import CompileCase
 
-SUFFIX = "_kernels"
+PATTERNS = ("*_kernels.py", "kernels.py")
+RECORDED = "octavo.check.rooms"
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ def kernel_modules() -> list[str]:
     spec = importlib.util.find_spec("octavo")
     names = set()
     for root in spec.submodule_search_locations or () if spec else ():
-        for path in Path(root).rglob(f"*{SUFFIX}.py"):
+        for path in (p for pattern in PATTERNS for p in Path(root).rglob(pattern)):
             names.add(".".join(("octavo", *path.relative_to(root).with_suffix("").parts)))
     return sorted(names)
 
@@ -54,6 +59,10 @@ def entries(target: str, modules: Sequence[str] | None = None) -> list[Entry]:
         cases = _provider(name)
         if cases is not None:
             found += [Entry(case, target, name, i) for i, case in enumerate(cases(target))]
+    if modules is None:
+        own = {entry.case.room for entry in found}
+        recorded = enumerate(_cases(RECORDED, target))
+        found += [Entry(case, target, RECORDED, i) for i, case in recorded if case.room not in own]
     seen: dict[str, str] = {}
     for entry in found:
         if entry.name in seen:
@@ -67,10 +76,15 @@ def entries(target: str, modules: Sequence[str] | None = None) -> list[Entry]:
 
 def find(module: str, target: str, index: int) -> CompileCase:
     """The case of an `Entry`, in another process."""
+    return _cases(module, target)[index]
+
+
+@functools.cache
+def _cases(module: str, target: str) -> list[CompileCase]:
     provider = _provider(module)
     if provider is None:
         raise ValueError(f"{module} has no compile_cases")
-    return provider(target)[index]
+    return provider(target)
 
 
 def _provider(name: str) -> Callable[[str], list[CompileCase]] | None:

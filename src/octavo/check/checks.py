@@ -14,6 +14,7 @@ from octavo.check.report import CaseReport, CheckReport, Resources
 from octavo.compile_cases import CompileCase
 
 JOBS = 2
+MAX_THREADS = 1024  # Of a program (workgroup, block), on all three targets.
 
 
 def run(
@@ -90,9 +91,11 @@ def resource_findings(kernel: CompiledKernel) -> list[Finding]:
     """
     limit = model.shared_limit(kernel.target)
     waves = model.occupancy(kernel)
+    threads = kernel.num_warps * model.WAVE[kernel.target]
     return [
         _finding("spills", kernel.vgpr_spills == 0, f"{kernel.vgpr_spills} vector registers", "none"),
         _finding("scratch", kernel.scratch_bytes == 0, f"{kernel.scratch_bytes} bytes a lane", "0"),
+        _finding("program size", threads <= MAX_THREADS, f"{threads} threads", f"at most {MAX_THREADS}"),
         _finding("LDS", kernel.lds_bytes <= limit, f"{kernel.lds_bytes} bytes", f"at most {limit}"),
         _finding("occupancy", waves > 0, f"{waves:g} waves a SIMD", "room for one program"),
     ]

@@ -1,0 +1,197 @@
+"""Cases of rooms that yield none themselves: launches recorded from calls that reach every entry of their tables.
+
+A room that exposes `compile_cases` is left to it (`octavo.check.catalog`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from octavo import hardware
+from octavo.check.launches import Launch, recording
+from octavo.compile_cases import CompileCase
+from octavo.formats import E2M1, E4M3FN, E5M2, Format
+
+Call = tuple[str, Callable[[], Any]]
+"""A few words for the configuration, and a call of the room's launch code."""
+
+ROWS = 64
+_BF16, _FP32 = torch.bfloat16, torch.float32
+_SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16"}
+
+
+def compile_cases(target: str) -> list[CompileCase]:
+    """Every distinct launch of the rooms below on `target`, named after the first call that made it."""
+    cases: list[CompileCase] = []
+    for room, (module, calls) in _ROOMS.items():
+        launch = _import(module)
+        if launch is not None:
+            cases += _record(room, calls(launch, target), target)
+    return cases
+
+
+def _import(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and name.startswith(error.name):
+            return None
+        raise
+
+
+def _record(room: str, calls: Iterator[Call], target: str) -> Iterator[CompileCase]:
+    seen: set[str] = set()
+    for words, call in calls:
+        with recording(target) as launches:
+            call()
+        for launch in launches:
+            if launch.identity not in seen:
+                seen.add(launch.identity)
+                same = sum(
+                    case_name.startswith(launch.function.__name__) for case_name in _names(launches, launch)
+                )
+                yield launch.case(words if same < 2 else f"{words}, part {same}", room, _kind(launch))
+
+
+def _place(launches: list[Launch], last: Launch) -> int:
+    """The how manieth launch of its kernel `last` is within one call."""
+    return sum(launch.function is last.function for launch in launches[: launches.index(last) + 1])
+
+
+def _kind(launch: Launch) -> str:
+    casts = [v for k, v in launch.constexprs.items() if k.split("_")[-1] == "CAST" and v]
+    if not casts:
+        return "general"
+    return "quantize by integers" if set(casts) == {"none"} else "quantize fp8"
+
+
+# ---- quantize -----------------------------------------------------------------------------------------------
+
+
+def _quantize(launch: ModuleType, target: str) -> Iterator[Call]:
+    family = "fnuz" if target in hardware.FNUZ_ARCHITECTURES else "ocp"
+    other = "ocp" if family == "fnuz" else "fnuz"
+
+    def fmt(name: str, element: Any = E4M3FN, rounding: str = "exact", of: str = family) -> Format:
+        return Format(element, name, rounding).with_family(of)
+
+    row, one = fmt("rowwise", rounding="power_of_two"), fmt("tensorwise")
+    for columns in (*(2**k for k in range(7, 16)), 65536):
+        yield (
+            f"{row.key} bf16 K={columns}",
+            _both_ways(launch, "quantize", _BF16, row, False, columns=columns),
+        )
+    formats = [
+        one,
+        fmt("tensorwise", E5M2),
+        fmt("1x128"),
+        fmt("128x128"),
+        fmt("128x1"),
+        fmt("columnwise"),
+        row,
+    ]
+    formats += [fmt("1x32", E4M3FN, "rceil"), fmt("1x32", E5M2, "rceil"), fmt("1x32", E2M1, "rceil")]
+    for f in formats:
+        # Weights are quantized from float32 where they are kept so; one format of each kind shows that.
+        for dtype in (_BF16, _FP32) if f in (row, formats[3]) else (_BF16,):
+            for turned in (False, True):
+                words = f"{f.key} {_SHORT[dtype]}{' transposed' if turned else ''}"
+                yield words, _both_ways(launch, "quantize", dtype, f, turned)
+    for f, t in [(f, f) for f in formats if f.granularity not in ("128x1", "columnwise")] + [(row, one)]:
+        words = f"{f.key} and transposed" + (f" {t.key}" if t != f else "")
+        yield f"{words} bf16", _both_ways(launch, "quantize_both", _BF16, f, t)
+    for rounding in ("floor", "ceil", "even"):
+        f = fmt("1x32", E4M3FN, rounding)
+        yield f"{f.key} bf16", _both_ways(launch, "quantize", _BF16, f, False)
+    foreign = fmt("rowwise", of=other)
+    yield f"{foreign.key} bf16", _both_ways(launch, "quantize", _BF16, foreign, False)
+    yield from _grouped(launch, [row, one, fmt("1x128"), fmt("1x32", E4M3FN, "rceil")])
+
+
+def _both_ways(
+    launch: ModuleType, name: str, dtype: torch.dtype, *formats: Any, columns: int = 4096
+) -> Callable[[], Any]:
+    rows = 2 * 128 if columns == 4096 else ROWS
+    return lambda: getattr(launch, name)(torch.zeros(rows, columns, dtype=dtype), *formats)
+
+
+def _grouped(launch: ModuleType, formats: list[Format]) -> Iterator[Call]:
+    offs = torch.arange(32, 32 * 9, 32, dtype=torch.int32)
+
+    def call(f: Format, turned: bool) -> Callable[[], Any]:
+        return lambda: launch.quantize_groups(torch.zeros(256, 4096, dtype=_BF16), offs, f, turned, 128)
+
+    for f in formats:
+        if f.granularity == "tensorwise":
+            yield f"{f.key} bf16 G=8", call(f, False)
+        yield f"{f.key} bf16 G=8 transposed", call(f, True)
+
+
+# ---- operators ----------------------------------------------------------------------------------------------
+
+_PROGRAMS = 608
+"""Programs that fill the device twice: 304 compute units; the plans use it for shapes with few rows alone."""
+
+
+def _topk(launch: ModuleType, target: str) -> Iterator[Call]:
+    plans = launch.plans
+
+    def call(m: int, n: int, k: int, dtype: torch.dtype) -> Callable[[], Any]:
+        def topk() -> None:
+            x = torch.zeros(m, n, dtype=dtype)
+            plan = plans.choose(m, n, k, x.element_size(), _PROGRAMS)
+            launch.topk_rows(x, k, True, True, plan, x.new_empty(m, k), torch.empty(m, k, dtype=torch.int64))
+
+        return topk
+
+    shapes = [
+        (2048, 256, 8),
+        (2048, 1024, 32),
+        (64, 4096, 8),
+        (64, 16384, 32),
+        (64, 32768, 64),
+        (64, 8192, 2048),
+    ]
+    for m, n, k in [*shapes, (2, 262144, 64)]:
+        for dtype in (_FP32, _BF16):
+            yield f"{_SHORT[dtype]} n={n} k={k}{' split' if m == 2 else ''}", call(m, n, k, dtype)
+
+
+def _rms_norm(launch: ModuleType, target: str) -> Iterator[Call]:
+    plans = launch.plans
+
+    def forward(m: int, n: int, dtype: torch.dtype) -> Callable[[], Any]:
+        def call() -> None:
+            x, weight = torch.zeros(m, n, dtype=dtype), torch.zeros(n, dtype=dtype)
+            plan = plans.choose_forward(m, n, x.element_size(), _PROGRAMS)
+            launch.forward(x, weight, 1e-6, torch.empty_like(x), torch.empty(m), plan)
+
+        return call
+
+    def backward(m: int, n: int, dtype: torch.dtype) -> Callable[[], Any]:
+        def call() -> None:
+            x, weight = torch.zeros(m, n, dtype=dtype), torch.zeros(n, dtype=dtype)
+            plan = plans.choose_backward(m, n, x.element_size(), _PROGRAMS)
+            dx, dw = torch.empty_like(x), torch.empty_like(weight)
+            launch.backward(x, x, weight, torch.empty(m), dx, dw, plan)
+
+        return call
+
+    shapes = [(256, 256), (256, 1024), (256, 4096), (256, 8192), (256, 16384), (256, 65536), (4, 65536)]
+    for m, n in shapes:
+        for dtype in (_BF16, _FP32) if n in (4096, 65536) else (_BF16,):
+            words = f"{_SHORT[dtype]} n={n}{' few rows' if m == 4 else ''}"
+            yield f"{words} forward", forward(m, n, dtype)
+            yield f"{words} backward", backward(m, n, dtype)
+
+
+_ROOMS: dict[str, tuple[str, Callable[[ModuleType, str], Iterator[Call]]]] = {
+    "quantize": ("octavo.quantize.triton_launch", _quantize),
+    "topk": ("octavo.operators.topk.launch", _topk),
+    "rms_norm": ("octavo.operators.rms_norm.launch", _rms_norm),
+}
