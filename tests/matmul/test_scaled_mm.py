@@ -276,10 +276,10 @@ def test_errors_say_what_was_got_and_what_is_needed() -> None:
     ):
         scaled_mm(a, b, out_dtype=torch.float64)
     with pytest.raises(
-        ValueError, match=r"bias must be \(6,\) in torch\.bfloat16; got \(4,\) in torch\.bfloat16"
+        ValueError, match=r"bias must be \(6,\) in torch\.bfloat16 on cpu; got \(4,\) in torch\.bfloat16"
     ):
         scaled_mm(a, b, bias=torch.zeros(4, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=r"got \(6,\) in torch\.float32: cast or reshape it"):
+    with pytest.raises(ValueError, match=r"got \(6,\) in torch\.float32 on cpu: cast, move or reshape it"):
         scaled_mm(a, b, bias=torch.zeros(6))
     with pytest.raises(ValueError, match=r"operands lie on cpu and meta: move one of them"):
         scaled_mm(a, quantize(torch.ones(6, 32, device="meta"), ROW))

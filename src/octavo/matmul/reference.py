@@ -17,11 +17,21 @@ def scaled_mm(
     a: ScaledTensor, b: ScaledTensor, bias: torch.Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> torch.Tensor:
     """``a[M, K] @ b[N, K].T + bias[N]``; always accumulates in float32."""
-    return _finish(_decode(a) @ _decode(b).T, bias, out_dtype)
+    return _finish(_multiply(_decode(a), _decode(b)), bias, out_dtype)
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a @ b.T`` without TF32, which the user's matmul precision may allow for float32 on a GPU."""
+    if a.dtype == torch.float32 and a.is_cuda and torch.get_float32_matmul_precision() != "highest":
+        return (a.double() @ b.double().T).float()
+    return a @ b.T
 
 
 def _finish(out: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
-    return (out if bias is None else out + bias.float()).to(out_dtype)
+    if bias is None:
+        return out.to(out_dtype)
+    wide = torch.promote_types(out.dtype, torch.float32)
+    return (out.to(wide) + bias.to(wide)).to(out_dtype)
 
 
 def scaled_grouped_mm(
@@ -37,8 +47,10 @@ def scaled_grouped_mm(
     Reads the group ends on the host.
     """
     if b.ndim == 2:
-        pairs = [(_group(a, i, s, e), _group(b, i, s, e)) for i, (s, e) in enumerate(group_bounds(offs))]
-        return torch.stack([x @ y.T for x, y in pairs]).to(out_dtype)
+        out = torch.zeros((offs.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
+        for group, (start, end) in enumerate(group_bounds(offs)):
+            out[group] = _multiply(_group(a, group, start, end), _group(b, group, start, end))
+        return out
     return grouped_rows(_decode(a), _decode(b), offs, bias, out_dtype)
 
 
@@ -58,7 +70,7 @@ def grouped_rows(
     for group, (start, end) in enumerate(group_bounds(offs)):
         if start < end:
             row_bias = None if bias is None else bias[group]
-            out[start:end] = _finish(a[start:end] @ b[group].T, row_bias, out_dtype)
+            out[start:end] = _finish(_multiply(a[start:end], b[group]), row_bias, out_dtype)
     return out
 
 
@@ -68,4 +80,7 @@ def grouped_mm(
     """The same two products of high-precision operands, in their dtype."""
     if b.ndim == 3:
         return grouped_rows(a, b, offs, bias, a.dtype)
-    return torch.stack([a[:, s:e] @ b[:, s:e].T for s, e in group_bounds(offs)])
+    out = a.new_zeros((offs.shape[0], a.shape[0], b.shape[0]))
+    for group, (start, end) in enumerate(group_bounds(offs)):
+        out[group] = _multiply(a[:, start:end], b[:, start:end])
+    return out

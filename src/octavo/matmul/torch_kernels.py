@@ -47,6 +47,8 @@ def _why_not_formats(a: Format, b: Format, arch: str) -> str | None:
         return "no product of two e5m2 operands"
     pair = (a.granularity, b.granularity)
     if pair[0] in _ROW and pair[1] in _ROW:
+        if b.element.name.startswith("e5m2") and pair != ("tensorwise", "tensorwise"):
+            return "the second operand must be e4m3 unless both have one scale"
         return None
     if pair in _BLOCKS:
         return None if arch == "sm_90" else f"128-blocks are served on sm_90 alone, not on {arch}"
@@ -131,11 +133,13 @@ def why_not_scaled_grouped_mm(
         return f"no native grouped FP8 product on {arch}"
     if a.format.granularity != "rowwise" or b.format.granularity != "rowwise":
         return f"rowwise scales alone, not {a.format.granularity} by {b.format.granularity}"
+    if not (a.format.element.name.startswith("e4m3") and b.format.element.name.startswith("e4m3")):
+        return f"e4m3 alone, not {a.format.element.name} by {b.format.element.name}"
     if bias is not None:
         return "no bias"
     if out_dtype != torch.bfloat16:
         return f"no {out_dtype} output"
-    if a.shape[-1] % _MULTIPLE or b.shape[-2] % _MULTIPLE or 0 in (*a.shape, *b.shape):
+    if a.shape[-1] % _MULTIPLE or b.shape[-2] % _MULTIPLE or 0 in (*a.shape, *b.shape, *offs.shape):
         return f"sizes must be multiples of {_MULTIPLE} and not zero"
     return _why_not_device(a, b)
 
@@ -156,8 +160,7 @@ def scaled_grouped_mm(
     if b.ndim == 3:
         dead = torch.arange(a.shape[0], device=a.device) >= offs[-1]
         return out.masked_fill_(dead[:, None], 0)
-    sizes = torch.diff(offs, prepend=offs.new_zeros(1))
-    return out.masked_fill_((sizes == 0)[:, None, None], 0)
+    return _zero_empty_groups(out, offs)
 
 
 def why_not_grouped_mm(
@@ -170,7 +173,9 @@ def why_not_grouped_mm(
         return f"bfloat16 alone, not {a.dtype}"
     if bias is not None:
         return "no bias"
-    if any(size % 8 or size == 0 for x in (a, b) for size in x.shape[-2:]):
+    # Over groups the contraction may be anything; elsewhere all three extents are rows in memory.
+    extents = (a.shape[0], b.shape[0]) if b.ndim == 2 else (a.shape[1], b.shape[1])
+    if any(size % 8 or size == 0 for size in extents) or 0 in (*a.shape, *offs.shape):
         return "sizes must be multiples of 8 and not zero"
     return None
 
@@ -179,9 +184,16 @@ def grouped_mm(
     a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Both grouped products by ``torch._grouped_mm``; rows past the last end and empty groups are zero."""
-    out = torch._grouped_mm(a.contiguous(), b.contiguous().mT, offs=offs)
     if b.ndim == 3:
+        out = torch._grouped_mm(a.contiguous(), b.contiguous().mT, offs=offs)
         dead = torch.arange(a.shape[0], device=a.device) >= offs[-1]
         return out.masked_fill_(dead[:, None], 0)
+    # With the rows of the groups outermost in memory: a contraction that is contiguous would have to end each
+    # group at a multiple of 16 bytes, which the operator checks by an assertion on the device.
+    out = torch._grouped_mm(a.mT.contiguous().mT, b.mT.contiguous(), offs=offs)
+    return _zero_empty_groups(out, offs)
+
+
+def _zero_empty_groups(out: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     sizes = torch.diff(offs, prepend=offs.new_zeros(1))
     return out.masked_fill_((sizes == 0)[:, None, None], 0)

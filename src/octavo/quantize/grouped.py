@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from octavo.formats import Format
+from octavo.formats import ALL, Format
 from octavo.quantize import reference
 
 
@@ -28,7 +28,7 @@ def padded_ends(offs: torch.Tensor, align: int) -> torch.Tensor:
 def group_bounds(offs: torch.Tensor) -> list[tuple[int, int]]:
     """(start, end) of each group, read from the device."""
     ends = offs.tolist()
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+    return list(zip([0, *ends], ends))
 
 
 def quantize_rows(x: torch.Tensor, offs: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,7 +38,7 @@ def quantize_rows(x: torch.Tensor, offs: torch.Tensor, fmt: Format) -> tuple[tor
     lie within one row.
     """
     data = torch.zeros(x.shape, dtype=fmt.element.dtype, device=x.device)
-    scale = torch.ones((x.shape[0], 1), device=x.device)
+    scale = torch.ones((x.shape[0], 1), dtype=torch.float32, device=x.device)
     for start, end in group_bounds(offs):
         if start < end:
             data[start:end], scale[start:end] = reference.quantize(x[start:end], fmt)
@@ -58,14 +58,14 @@ def quantize_transposed(
     groups = list(zip(group_bounds(offs), padded, strict=True))
     for (start, end), (to, _) in groups:
         spread[to : to + end - start] = x[start:end]
-    if fmt.block[1] > 1:
+    if fmt.block[1] != ALL:
         return reference.quantize(spread, fmt, transpose=True)
     data = torch.zeros((x.shape[1], columns), dtype=fmt.element.dtype, device=x.device)
-    scales = []
-    for to, until in padded:
-        data[:, to:until], scale = reference.quantize(spread[to:until], fmt, transpose=True)
-        scales.append(scale)
-    return data, torch.stack(scales)
+    groups_shape = (offs.shape[0], *fmt.scale_shape(data.shape))
+    scale = torch.ones(groups_shape, dtype=torch.float32, device=x.device)
+    for group, (to, until) in enumerate(padded):
+        data[:, to:until], scale[group] = reference.quantize(spread[to:until], fmt, transpose=True)
+    return data, scale
 
 
 def quantize_groups(
