@@ -52,14 +52,12 @@ def _record(room: str, calls: Iterator[Call], target: str) -> Iterator[CompileCa
         for launch in launches:
             if launch.identity not in seen:
                 seen.add(launch.identity)
-                same = sum(
-                    case_name.startswith(launch.function.__name__) for case_name in _names(launches, launch)
-                )
-                yield launch.case(words if same < 2 else f"{words}, part {same}", room, _kind(launch))
+                place = _place(launches, launch)
+                yield launch.case(words if place < 2 else f"{words}, part {place}", room, _kind(launch))
 
 
 def _place(launches: list[Launch], last: Launch) -> int:
-    """The how manieth launch of its kernel `last` is within one call."""
+    """Which launch of its kernel `last` is within one call: 1 for the first."""
     return sum(launch.function is last.function for launch in launches[: launches.index(last) + 1])
 
 
