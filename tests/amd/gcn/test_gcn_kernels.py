@@ -191,7 +191,7 @@ def test_product(target: str, kind: str, dtype: Any, a_rows: bool, b_rows: bool,
         name, dtype, _ = (FP8 if kind == "fp8" else BF8)[target]
     constants: dict[str, Any] = {"BM": 64, "BN": 64, "BK": 64}
     types = {"a": f"*{name}", "b": f"*{name}", "c": "*fp32"}
-    types |= {s: "i32" for s in ("M", "N", "K", "stride_an", "stride_ak", "stride_bn", "stride_bk")}
+    types |= dict.fromkeys(("M", "N", "K", "stride_an", "stride_ak", "stride_bn", "stride_bk"), "i32")
     constants |= {"stride_ak" if a_rows else "stride_an": 1, "stride_bk" if b_rows else "stride_bn": 1}
     types = {k: v for k, v in types.items() if k not in constants}
     code = compile_kernel(
@@ -234,7 +234,7 @@ class ScaledProduct:
 
     def __init__(self, fmt: str, size: int = 32) -> None:
         self.pack, dtype = MX[fmt]
-        types = {x: "*u8" for x in ("a", "b", "sa", "sb")} | {
+        types = dict.fromkeys(("a", "b", "sa", "sb"), "*u8") | {
             "c": "*fp32",
             "M": "i32",
             "N": "i32",
@@ -277,7 +277,7 @@ def test_scaled_product(fmt: str, size: int) -> None:
 @both_targets
 @pytest.mark.slow
 def test_attention(target: str) -> None:
-    types = {x: "*bf16" for x in "qkv"} | {"out": "*fp32", "L": "i32", "scale": "fp32"}
+    types = dict.fromkeys("qkv", "*bf16") | {"out": "*fp32", "L": "i32", "scale": "fp32"}
     code = compile_kernel(
         kernels.attention, target, types, {"BM": 64, "BN": 32, "D": 64}, divisible=[*"qkv", "out"]
     )

@@ -136,7 +136,7 @@ def test_plain(name: str, target: str, bank: str) -> None:
     a_registers, b_registers = load_operand(a, consecutive(per_lane)), load_operand(b, consecutive(per_lane))
     n, regs = len(a_registers), size * size // 64
     first_c = 32 + (256 if bank == "a" else 0)
-    registers = {r: x for r, x in a_registers.items()} | {8 + r: x for r, x in b_registers.items()}
+    registers = a_registers | {8 + r: x for r, x in b_registers.items()}
     d = span(bank, 64, regs)
     m = execute(
         f"{name} {d}, {span('v', 0, n)}, {span('v', 8, n)}, {span(bank, 32, regs)}",

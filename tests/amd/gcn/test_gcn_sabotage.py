@@ -43,9 +43,9 @@ def without_line(code: Any, pattern: str, which: int) -> Any | None:
 
 
 def compile_product(target: str, stages: int) -> tuple[Any, list[Any]]:
-    types = {"a": "*bf16", "b": "*bf16", "c": "*fp32"} | {
-        s: "i32" for s in ("M", "N", "K", "stride_an", "stride_bn")
-    }
+    types = {"a": "*bf16", "b": "*bf16", "c": "*fp32"} | dict.fromkeys(
+        ("M", "N", "K", "stride_an", "stride_bn"), "i32"
+    )
     constants = {"BM": 64, "BN": 64, "BK": 64, "stride_ak": 1, "stride_bk": 1}
     code = compile_kernel(kernels.matmul, target, types, constants, divisible=list(types), num_stages=stages)
     a, b = np.random.default_rng(0).standard_normal((2, 64, 256)).astype(BF16)
