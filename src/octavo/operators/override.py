@@ -6,6 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+
+def is_copy_on_write(tensor: torch.Tensor) -> bool:
+    """Whether the tensor shares its storage lazily; asking for its address would copy it."""
+    return torch._C._is_cow_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+
 
 @dataclass(frozen=True)
 class Override:

@@ -3,7 +3,8 @@
 ``wins/<architecture>.json`` holds, for each operator, boxes of shapes; in a box every shape measured was faster by the
 worse of event time and unflushed back-to-back wall time:
 
-    {"run": "benchmarks/results/topk-h200.json", "topk": [{"dtype": ["float32"], "m": [256, 65536], "n": ..., "k": ...}]}
+    {"run": "benchmarks/results/topk-h200.json",
+     "topk": [{"dtype": ["float32"], "m": [256, 65536], "n": [1024, 8192], "k": [1, 16]}]}
 
 A list of strings is a set, a pair of integers a closed range. ``octavo tune --wins`` writes the same format for the
 card at hand to ``$OCTAVO_WINS`` (or ``~/.cache/octavo/wins``), which replaces the operators it names.

@@ -15,7 +15,7 @@ import torch
 
 from octavo import hardware
 from octavo.operators import wins
-from octavo.operators.override import Override
+from octavo.operators.override import Override, is_copy_on_write
 from octavo.operators.rms_norm import plan as plans
 from octavo.operators.rms_norm.reference import default_eps
 
@@ -38,13 +38,13 @@ def why_not_forward(
             return "the weight's dtype is not float32, bfloat16 or float16"
         if weight.device != input.device or list(weight.shape) != list(normalized_shape):
             return "the weight has another device or shape"
-        if torch._C._is_cow_tensor(weight):
+        if is_copy_on_write(weight):
             return "a tensor is copy-on-write"
     if input.numel() == 0:
         return "the tensor is empty"
     if math.prod(normalized_shape) > plans.MAX_COLUMNS:
         return f"rows are longer than {plans.MAX_COLUMNS}"
-    if torch._C._is_cow_tensor(input):
+    if is_copy_on_write(input):
         return "a tensor is copy-on-write"
     return hardware.why_no_triton(input.device)
 
@@ -66,7 +66,7 @@ def why_not_backward(
     rows = input.numel() // math.prod(normalized_shape)
     if rstd.dtype != torch.float32 or rstd.numel() != rows or rstd.device != input.device:
         return "rstd is not one float32 a row"
-    if torch._C._is_cow_tensor(grad_out) or torch._C._is_cow_tensor(rstd):
+    if is_copy_on_write(grad_out) or is_copy_on_write(rstd):
         return "a tensor is copy-on-write"
     return None
 

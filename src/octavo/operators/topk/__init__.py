@@ -12,7 +12,7 @@ import torch
 
 from octavo import hardware
 from octavo.operators import wins
-from octavo.operators.override import Override
+from octavo.operators.override import Override, is_copy_on_write
 from octavo.operators.topk import plan as plans
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,7 +37,7 @@ def why_not(
         return "the tensor is empty"
     if n >= 2**31 - 2**20:
         return "rows of 2**31 columns or more"
-    if torch._C._is_cow_tensor(self):
+    if is_copy_on_write(self):
         return "the tensor is copy-on-write"
     return hardware.why_no_triton(self.device)
 
@@ -63,7 +63,7 @@ def why_not_out(
             return "an out= tensor has another device or dtype"
         if list(out.shape) != shape or not out.is_contiguous():
             return "an out= tensor has another shape or is not contiguous"
-        if torch._C._is_cow_tensor(out):
+        if is_copy_on_write(out):
             return "an out= tensor is copy-on-write"
         if out.untyped_storage().data_ptr() == self.untyped_storage().data_ptr():
             return "an out= tensor may overlap the input"

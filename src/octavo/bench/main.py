@@ -1,0 +1,124 @@
+"""Running suites: check every case first, then time its contenders together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.bench import cases as suites
+from octavo.bench import report, timing
+from octavo.bench.cases import Case
+from octavo.bench.timing import Contender, Inputs
+
+HOST_LIMIT_MS = 1.0
+"""Host time is reported where the faster of octavo and aten takes less than this."""
+
+ROUNDS = 9
+
+
+def _usable(case: Case, inputs: Inputs, compile: bool) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Contenders that run on these inputs, and why the others do not."""
+    contenders = dict(case.contenders)
+    if compile and case.compiled is not None:
+        torch._dynamo.reset()
+        contenders["compile"] = Contender(torch.compile(case.compiled, dynamic=False))
+    skipped = {}
+    for name in list(contenders):
+        if name in ("octavo", "aten"):
+            continue
+        try:
+            contenders[name](*inputs)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            skipped[name] = str(error).strip().splitlines()[0][:200]
+            del contenders[name]
+    return contenders, skipped
+
+
+def run_case(case: Case, compile: bool = True, host: bool = True) -> dict[str, Any]:
+    """Check and time one case; its entry of a results file.
+
+    Raises:
+        AssertionError: if Octavo's result is wrong: a wrong kernel is not timed.
+    """
+    first = case.make()
+    case.check(first, case.contenders["octavo"](*first))
+    contenders, skipped = _usable(case, first, compile)
+    taken = case.taken(first)
+    sets = [first] + [case.make() for _ in range(timing.copies(timing.nbytes(first)) - 1)]
+    ms = timing.replay_ms(contenders, sets, rounds=ROUNDS)
+    result: dict[str, Any] = {
+        "group": case.group,
+        "case": case.case,
+        "ms": ms,
+        "bytes": case.bytes,
+        "flops": case.flops,
+        "checked": True,
+        "taken": taken,
+    }
+    if host and min(ms.values()) < HOST_LIMIT_MS:
+        both = {name: contenders[name] for name in ("octavo", "aten") if name in contenders}
+        result["event_ms"] = timing.events_ms(both, sets)
+        times = timing.host_times(both, first)
+        result["wall_ms"] = {name: t.wall_ms for name, t in times.items()}
+        result["host_us"] = {name: t.host_us for name, t in times.items()}
+    if skipped:
+        result["skipped"] = skipped
+    if case.note:
+        result["note"] = case.note
+    return result
+
+
+def run(
+    suite: str,
+    out: Path | str = "benchmarks/results",
+    *,
+    only: str = "",
+    compile: bool = True,
+    host: bool = True,
+    force: bool = False,
+    command: str | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Path:
+    """Run a suite on the current GPU and write its results file.
+
+    Args:
+        suite: a name of ``octavo.bench.cases.SUITES``.
+        out: the folder for ``<suite>-<card>.json`` and its summary ``.md``.
+        only: run the cases whose group or name contains this.
+        compile: also time torch.compile, which takes seconds a case.
+        host: also measure event, wall and host time of short cases.
+        force: take cases that no measurement says to take.
+        command: how the run was started, for the file; made up from the arguments by default.
+        progress: called with one line of text a case.
+
+    Returns:
+        The path of the JSON file.
+
+    Raises:
+        ValueError: for an unknown suite, or if no case is left.
+        RuntimeError: without a GPU.
+        AssertionError: if a result is wrong.
+    """
+    selected = [case for case in suites.cases(suite, force) if only in case.group or only in case.case]
+    if not selected:
+        raise ValueError(f"no case of suite {suite!r} contains {only!r}")
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"suite {suite!r} is timed on a GPU and torch sees none")
+    on = report.machine()
+    entries = []
+    for case in selected:
+        entry = run_case(case, compile, host)
+        entries.append(entry)
+        times = ", ".join(f"{name} {ms * 1e3:.1f}" for name, ms in entry["ms"].items())
+        progress(f"{case.group} {case.case}: {times} us{'' if entry['taken'] else ' (not taken)'}")
+        torch.cuda.empty_cache()
+    words = [f"--only {only!r}"] * bool(only) + ["--force"] * force + ["--no-compile"] * (not compile)
+    protocol = timing.GRAPH.format(rounds=ROUNDS)
+    command = command or " ".join(["octavo bench", suite, *words])
+    content = report.results(suite, command, protocol, on, entries)
+    path = report.write(content, Path(out))
+    path.with_suffix(".md").write_text(report.summary(content))
+    return path
