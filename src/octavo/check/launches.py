@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -69,13 +70,11 @@ def recording(target: str) -> Iterator[list[Launch]]:
     def note(function: Any, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
         found.append(specialize(function, arguments, keywords))
 
-    run, architecture = JITFunction.run, hardware.architecture
-    JITFunction.run = note
-    hardware.architecture = lambda device: target
-    try:
+    with (
+        mock.patch.object(JITFunction, "run", note),
+        mock.patch.object(hardware, "architecture", return_value=target),
+    ):
         yield found
-    finally:
-        JITFunction.run, hardware.architecture = run, architecture
 
 
 def specialize(function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Launch:
