@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from octavo import dispatch, library
+from octavo import dispatch, hardware, library
 from octavo.formats import ALL, Format, ScaledTensor
 from octavo.quantize import grouped as _grouped
 
@@ -31,7 +31,7 @@ def quantize(x: torch.Tensor, fmt: Format, *, transpose: bool = False) -> Scaled
         ValueError: for fewer than two dimensions, or MXFP4 with an odd last dimension.
     """
     _check(x, fmt, transpose)
-    data, scale = torch.ops.octavo.quantize(x, fmt.key, transpose)
+    data, scale = torch.ops.octavo.quantize(x.detach(), fmt.key, transpose)
     return ScaledTensor(data, scale, fmt)
 
 
@@ -45,7 +45,7 @@ def quantize_both(
     transposed_fmt = transposed_fmt or fmt
     _check(x, fmt, False)
     _check(x, transposed_fmt, True)
-    data, scale, data_t, scale_t = torch.ops.octavo.quantize_both(x, fmt.key, transposed_fmt.key)
+    data, scale, data_t, scale_t = torch.ops.octavo.quantize_both(x.detach(), fmt.key, transposed_fmt.key)
     return ScaledTensor(data, scale, fmt), ScaledTensor(data_t, scale_t, transposed_fmt)
 
 
@@ -65,26 +65,37 @@ def quantize_grouped(
         fmt: as in :func:`quantize`. Tensorwise means one scale a group.
         transpose: give the transpose in the padded group layout: data [K, capacity] with each group padded
             by zeros to a multiple of ``align``; ``group_ends`` holds the padded ends.
-        align: multiple of the block of ``fmt`` along M; by default :func:`alignment`.
+        align: multiple of 16 and of the block of ``fmt`` along M; by default :func:`alignment`.
 
     Returns:
         Without ``transpose`` as :func:`quantize` (tensorwise: scale [M, 1], format rowwise). With it, scale
         [G, K, 1] for rowwise, [G, 1, 1] for tensorwise, else [K, capacity / block].
 
     Raises:
-        ValueError: if ``x`` is no matrix, ``offs`` no int32 vector on its device, or ``align`` no multiple of
-            the block.
+        ValueError: if ``x`` is no matrix, ``offs`` no int32 vector on its device,
+            ``align`` does not fit the block, or blocks of ``fmt`` span rows and ``transpose`` is not asked for.
     """
-    _check(x, fmt, transpose)
     check_offs(x, offs)
+    # Transposed, groups are padded to a multiple of the block, so an odd number of rows is no obstacle.
+    _check(x, fmt, transpose, packs=not transpose)
+    x = x.detach()
     if not transpose:
         if fmt.granularity != "tensorwise":
+            if fmt.block[0] != 1:
+                raise ValueError(
+                    f"{fmt.granularity} blocks span rows, and so groups: quantize rows by tensorwise, rowwise, "
+                    "1x128 or 1x32, or take transpose=True"
+                )
+            check_offs_values(x.shape[0], offs)
             return quantize(x, fmt)
-        data, scale = torch.ops.octavo.quantize_groups(x, offs, fmt.key, False, 1)
+        data, scale = torch.ops.octavo.quantize_groups(x, offs, fmt.key, False, 16)
         return ScaledTensor(data, scale, Format(fmt.element, "rowwise", fmt.rounding))
     align = alignment(fmt) if align is None else align
-    if fmt.block[1] != ALL and align % fmt.block[1]:
-        raise ValueError(f"align={align} is no multiple of the {fmt.block[1]}-element blocks of {fmt}")
+    block = 1 if fmt.block[1] == ALL else fmt.block[1]
+    if align < 16 or align % 16 or align % block:
+        raise ValueError(
+            f"align={align} must be a positive multiple of 16 and of the {block}-wide blocks of {fmt}"
+        )
     data, scale = torch.ops.octavo.quantize_groups(x, offs, fmt.key, True, align)
     return ScaledTensor(data, scale, fmt, group_ends=_grouped.padded_ends(offs, align))
 
@@ -102,7 +113,7 @@ def dequantize(x: ScaledTensor, dtype: torch.dtype = torch.float32) -> torch.Ten
     return reference.dequantize(x.data, x.scale, x.format, dtype)
 
 
-def _check(x: torch.Tensor, fmt: Format, transpose: bool) -> None:
+def _check(x: torch.Tensor, fmt: Format, transpose: bool, packs: bool = True) -> None:
     if x.dtype not in INPUT_DTYPES:
         raise TypeError(f"quantize takes float32, bfloat16 or float16 and got {x.dtype}: cast it first")
     if x.ndim < 2:
@@ -110,7 +121,7 @@ def _check(x: torch.Tensor, fmt: Format, transpose: bool) -> None:
             f"quantize takes [..., M, K] and got shape {tuple(x.shape)}: add a dimension, e.g. x.unsqueeze(0)"
         )
     last = x.shape[-2] if transpose else x.shape[-1]
-    if fmt.element.packed > 1 and last % fmt.element.packed:
+    if packs and last % fmt.element.packed:
         raise ValueError(
             f"{fmt.element.name} packs two elements to a byte and the last dimension is {last}, which is odd: "
             "pad it with zeros"
@@ -118,7 +129,7 @@ def _check(x: torch.Tensor, fmt: Format, transpose: bool) -> None:
 
 
 def check_offs(x: torch.Tensor, offs: torch.Tensor) -> None:
-    """ValueError unless ``x`` is a matrix and ``offs`` int32 group ends that fit it (read on CPU alone)."""
+    """ValueError unless ``x`` is a matrix and ``offs`` int32 group ends on its device."""
     if x.ndim != 2:
         raise ValueError(f"grouped rows are a matrix [M, K]; got shape {tuple(x.shape)}")
     if offs.ndim != 1 or offs.dtype != torch.int32 or offs.device != x.device:
@@ -128,9 +139,9 @@ def check_offs(x: torch.Tensor, offs: torch.Tensor) -> None:
         )
 
 
-def _check_offs_values(rows: int, offs: torch.Tensor) -> None:
-    # On the CPU the values are at hand; on a GPU reading them would synchronise.
-    if offs.device.type == "cpu":
+def check_offs_values(rows: int, offs: torch.Tensor) -> None:
+    """ValueError if group ends decrease or pass ``rows``; on the CPU alone, a GPU would have to synchronise."""
+    if offs.device.type == "cpu" and not torch.compiler.is_compiling() and type(offs) is torch.Tensor:
         ends = offs.tolist()
         if any(a > b for a, b in zip([0, *ends], [*ends, rows], strict=True)):
             raise ValueError(f"offs must not decrease nor pass the {rows} rows; got {ends}")
@@ -176,7 +187,7 @@ library.define(
 def _run_groups(
     x: torch.Tensor, offs: torch.Tensor, key: str, transpose: bool, align: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_offs_values(x.shape[0], offs)
+    check_offs_values(x.shape[0], offs)
     return dispatch.run("quantize_grouped", x, offs, Format.from_key(key), transpose, align)
 
 
@@ -193,7 +204,26 @@ def _always(*_args: object) -> None:
     return None
 
 
+def _no_triton(x: torch.Tensor, *_args: object) -> str | None:
+    return hardware.why_no_triton(x.device)
+
+
+def _no_triton_groups(
+    x: torch.Tensor, offs: torch.Tensor, fmt: Format, transpose: bool, align: int
+) -> str | None:
+    if transpose and fmt.block[1] == 1:
+        return f"{fmt.granularity} scales of padded groups differ in shape from group to group"
+    if offs.shape[0] == 0:
+        return "there are no groups"
+    return hardware.why_no_triton(x.device)
+
+
 dispatch.register(
+    dispatch.Kernel("quantize", "triton", "octavo.quantize.triton_launch:quantize", _no_triton),
+    dispatch.Kernel("quantize_both", "triton", "octavo.quantize.triton_launch:quantize_both", _no_triton),
+    dispatch.Kernel(
+        "quantize_grouped", "triton", "octavo.quantize.triton_launch:quantize_groups", _no_triton_groups
+    ),
     dispatch.Kernel("quantize", "reference", "octavo.quantize.reference:quantize", _always),
     dispatch.Kernel("quantize_both", "reference", "octavo.quantize.reference:quantize_both", _always),
     dispatch.Kernel("quantize_grouped", "reference", "octavo.quantize.grouped:quantize_groups", _always),
