@@ -56,7 +56,7 @@ def _weight(w_ptr, cols, n, EVEN: tl.constexpr, HAS_WEIGHT: tl.constexpr):
     return w.to(tl.float32)[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def forward_rows(
     x_ptr,
     w_ptr,
@@ -189,7 +189,7 @@ def forward_apply(
         tl.store(y_ptr + row * n + cols, y.to(y_ptr.dtype.element_ty), mask=cols < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def backward_rows(
     g_ptr,
     x_ptr,
@@ -282,7 +282,7 @@ def backward_partial(
     tl.store(partial_ptr + row * SPLITS + split, tl.sum(dot, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def backward_apply(
     g_ptr,
     x_ptr,
@@ -328,7 +328,7 @@ def backward_apply(
         tl.store(where, tl.sum(sums, axis=0), mask=in_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def sum_partials(partial_ptr, dw_ptr, count, n, P: tl.constexpr, C: tl.constexpr):
     """dw [n] = the sum of partial float32 [count, n] over its rows, always in the same order."""
     cols = tl.program_id(0) * C + tl.arange(0, C)

@@ -14,7 +14,7 @@ import triton.language as tl
 from .key_kernels import column_of32, column_of64, load_wires, merge_wires, sort_wires
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m", "k"])
 def list_topk_kernel(
     x_ptr,
     values_ptr,

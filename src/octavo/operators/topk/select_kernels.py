@@ -237,7 +237,7 @@ def _raise_threshold(
     return low.to(tl.int32), ties
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def select_topk_kernel(
     x_ptr,
     source_ptr,

@@ -93,7 +93,7 @@ def _pop_candidates(
         bits &= bits - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def threshold_topk_kernel(
     x_ptr,
     values_ptr,
