@@ -138,9 +138,18 @@ def test_version_and_module() -> None:
     assert result.stdout == f"octavo {__version__}\n"
 
 
-def test_no_arguments_show_the_commands(octavo: Octavo) -> None:
-    _, shown, error = octavo()
-    assert "train" in shown + error
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_lists_every_command(octavo: Octavo, arguments: list[str]) -> None:
+    _, shown, error = octavo(*arguments)
+    for command in ("train", "info", "explain", *cli.ELSEWHERE):
+        assert f" {command} " in shown + error
+
+
+@pytest.mark.parametrize("command", cli.ELSEWHERE)
+def test_a_command_of_another_package_is_found(octavo: Octavo, command: str) -> None:
+    status, shown, _ = octavo(command, "--help")
+    assert status == 0
+    assert f"octavo {command} [OPTIONS]" in shown
 
 
 def test_the_command_line_itself_loads_neither_the_trainer_nor_matplotlib() -> None:

@@ -1,11 +1,13 @@
 """The command ``octavo``.
 
-To add a command, add a function here. What it needs is imported inside it, so that ``octavo --help`` stays
-quick, and what the user can mend ends in ``_bad_input``: one line that says what to do, and exit status 2.
+To add a command, add a function here, or a line to ``ELSEWHERE`` for one that is written beside what it
+runs. What it needs is imported inside it, so that ``octavo --help`` stays quick, and what the user can mend
+ends in ``_bad_input``: one line that says what to do, and exit status 2.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import shlex
 import sys
@@ -30,9 +32,14 @@ app = typer.Typer(
 UsageMistake: type[Exception] = typer.BadParameter.__mro__[2]
 EXIT_BAD_INPUT = 2
 
+ELSEWHERE = {"check": "octavo.check.command:check"}
+"""Commands that live in other packages, ``module:function``; imported when one is called or all are listed."""
+
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs the command line and exits: 0 done, 1 failed on the way, 2 for input that cannot work."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    _add_commands(arguments)
     try:
         status = app(arguments, prog_name="octavo", standalone_mode=False)
     except UsageMistake as mistake:
@@ -43,6 +50,16 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):
         status = 130
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _add_commands(arguments: list[str]) -> None:
+    """Registers those of ``ELSEWHERE`` that the command line can mean."""
+    called = next((argument for argument in arguments if not argument.startswith("-")), None)
+    present = {command.name for command in app.registered_commands}
+    for name, where in ELSEWHERE.items():
+        if called in (None, name) and name not in present and "--version" not in arguments:
+            module, _, function = where.partition(":")
+            app.command(name)(getattr(importlib.import_module(module), function))
 
 
 def _bad_input(message: str) -> int:
