@@ -182,12 +182,15 @@ library.define(
 
 
 def _register() -> None:
-    from octavo.matmul import torch_kernels
+    from octavo.matmul import torch_kernels, triton_gates
 
     for op in ("scaled_mm", "scaled_grouped_mm", "grouped_mm"):
         dispatch.register(
             dispatch.Kernel(
                 op, "torch", f"octavo.matmul.torch_kernels:{op}", getattr(torch_kernels, f"why_not_{op}")
+            ),
+            dispatch.Kernel(
+                op, "triton", f"octavo.matmul.triton_launch:{op}", getattr(triton_gates, f"why_not_{op}")
             ),
             dispatch.Kernel(op, "reference", f"octavo.matmul.reference:{op}", lambda *_: None),
         )
