@@ -107,19 +107,20 @@ def _permute_bytes(a: Any, b: Any, selector: Any) -> Any:
 valu("v_perm_b32", "b32", "b32 b32 b32", _permute_bytes)
 
 
-@instruction("v_bitop3_b32", targets=("gfx950",))
+@instruction("v_bitop3_b32 v_bitop3_b16", targets=("gfx950",))
 def _bitop3(ins: Instruction) -> Run:
     """Any function of three bits: bit 4a + 2b + c of the table is the result."""
     table = ins.take_int("bitop3")
+    kind = ins.name[-3:]
 
     def function(a: Any, b: Any, c: Any) -> Any:
-        result = np.uint32(0)
+        result = DTYPES[kind](0)
         for row in range(8):
             if table >> row & 1:
                 result = result | (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
         return np.broadcast_to(result, np.broadcast(a, b, c).shape)
 
-    return build_valu(ins, Signature(("b32",), ("b32", "b32", "b32")), function)
+    return build_valu(ins, Signature((kind,), (kind, kind, kind)), function)
 
 
 # --- arithmetic modulo 2^32
