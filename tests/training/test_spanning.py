@@ -10,7 +10,7 @@ from torch import nn
 
 import octavo
 from octavo.testing import sqnr
-from octavo.training.spanning import mlp
+from octavo.training.spanning import mlp, register_mlp
 
 RECIPES = [name for name in octavo.RECIPES if name != "bf16"]
 
@@ -23,6 +23,9 @@ class FeedForward(nn.Module):
 
     def forward(self, x):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+register_mlp(FeedForward, "w1", "w3", "w2")
 
 
 def model(recipe=None, **options):

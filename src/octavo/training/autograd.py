@@ -8,9 +8,12 @@ the same pass as the forward's operand; the weight is saved as it is and quantiz
 
 from __future__ import annotations
 
+import contextlib
+import math
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from octavo.formats import Format, ScaledTensor
 from octavo.matmul import grouped_mm as grouped_mm_hp
@@ -38,7 +41,7 @@ def linear(
     _check(x, weight, x.ndim >= 1 and weight.ndim == 2 and x.shape[-1:] == weight.shape[-1:], "weight[N, K]")
     if not recipe.quantized_products:
         return torch.nn.functional.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, recipe, stats)
+    return _Linear.apply(x, weight, bias, recipe, stats, torch.is_grad_enabled())
 
 
 def grouped_linear(
@@ -60,15 +63,28 @@ def grouped_linear(
     x, weight, bias = _autocast(x, weight, bias)
     fits = x.ndim == 2 and weight.ndim == 3 and x.shape[1] == weight.shape[2]
     _check(x, weight, fits, "weight[G, N, K], x a matrix")
-    return _GroupedLinear.apply(x, weight, offs, bias, recipe, stats)
+    return _GroupedLinear.apply(x, weight, offs, bias, recipe, stats, torch.is_grad_enabled())
 
 
 def _autocast(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[Any, ...]:
     device = x.device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return x, *others
     dtype = torch.get_autocast_dtype(device)
     return tuple(t if t is None else t.to(dtype) for t in (x, *others))
+
+
+def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Products in backward run in the dtypes they were given, also where backward is called under autocast."""
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """[..., K] as a matrix [rows, K]; its own sizes, since -1 cannot be inferred for zero elements."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, fits: bool, needed: str) -> None:
@@ -118,10 +134,11 @@ class _Linear(torch.autograd.Function):
         bias: torch.Tensor | None,
         recipe: Recipe,
         stats: Stats,
+        grad_enabled: bool,
     ) -> torch.Tensor:
         output, grad_weight = (recipe.product(name, x.device) for name in ("output", "grad_weight"))
-        rows = x.reshape(-1, x.shape[-1])
-        needs_weight = ctx.needs_input_grad[1]
+        rows = flat(x)
+        needs_weight = grad_enabled and ctx.needs_input_grad[1]
         # A frozen weight has no weight-gradient product, so nothing of the input is quantized for it or kept.
         saved_fmt = grad_weight.b if grad_weight is not None and needs_weight else None
         formats = (output and output.a, saved_fmt)
@@ -140,18 +157,19 @@ class _Linear(torch.autograd.Function):
         return out.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (g,) = grads
         rows, saved, weight = restore(ctx)
         grad_input, grad_weight = (ctx.recipe.product(n, g.device) for n in ("grad_input", "grad_weight"))
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        g = g.reshape(-1, g.shape[-1])
+        g = flat(g)
         a, a_t = both(
             g,
             grad_input.a if grad_input and needs_x else None,
             grad_weight.a if grad_weight and needs_weight else None,
         )
-        with torch.autocast(g.device.type, enabled=False):
+        with without_autocast(g):
             dx = _grad_input(ctx.stats, g, a, weight, grad_input) if needs_x else None
             dw = None
             if needs_weight:
@@ -161,7 +179,7 @@ class _Linear(torch.autograd.Function):
                 else:
                     dw = scaled_mm(a_t, saved, out_dtype=weight.dtype, fast_accum=grad_weight.fast_accum)
         db = g.sum(0) if needs_bias else None
-        return None if dx is None else dx.view(ctx.x_shape), dw, db, None, None
+        return None if dx is None else dx.view(ctx.x_shape), dw, db, None, None, None
 
 
 def _grad_input(
@@ -185,9 +203,10 @@ class _GroupedLinear(torch.autograd.Function):
         bias: torch.Tensor | None,
         recipe: Recipe,
         stats: Stats,
+        grad_enabled: bool,
     ) -> torch.Tensor:
         output, grad_weight = (recipe.product(name, x.device) for name in ("output", "grad_weight"))
-        needs_weight = ctx.needs_input_grad[1]
+        needs_weight = grad_enabled and ctx.needs_input_grad[1]
         saved = None
         if grad_weight is not None and needs_weight:
             align = alignment(grad_weight.a, grad_weight.b)
@@ -204,19 +223,20 @@ class _GroupedLinear(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (g,) = grads
         x, saved, weight, offs = restore(ctx)
         grad_input, grad_weight = (ctx.recipe.product(n, g.device) for n in ("grad_input", "grad_weight"))
         needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad[:4]
         dx = dw = None
-        with torch.autocast(g.device.type, enabled=False):
+        with without_autocast(g):
             if needs_x:
                 dx = _grouped_grad_input(ctx.stats, g, weight, offs, grad_input)
             if needs_weight:
                 dw = _grouped_grad_weight(ctx.stats, g, x, saved, offs, grad_weight, weight.dtype)
         db = _group_sums(g, offs) if needs_bias else None
-        return dx, dw, None, db, None, None
+        return dx, dw, None, db, None, None, None
 
 
 def _grouped_grad_input(

@@ -11,7 +11,7 @@ from torch import nn
 
 from octavo.training.modules import Linear
 from octavo.training.recipes import Recipe, get_recipe
-from octavo.training.spanning import install
+from octavo.training.spanning import install, remove
 
 Rule = tuple[str, "str | Recipe | None"]
 """(regular expression searched in the module's path, recipe or None to leave it alone)."""
@@ -20,7 +20,9 @@ HEAD_NAMES = ("lm_head", "embed_out", "embed_proj", "embed_tokens", "tok_embeddi
 """Last part of the path of output heads and projections of the token embedding, at any depth."""
 TOP_LEVEL_HEAD_NAMES = ("output", "head", "embed", "embedding", "unembed", "classifier", "score")
 """The same for words that mean something else deeper inside a model."""
-WRAPPERS = ("model", "module", "transformer", "_orig_mod")
+TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Parts of a path that wrappers add around a module without renaming it."""
+WRAPPERS = ("model", "module", "transformer")
 """Attributes that wrap a whole model: what lies directly under them is still top level."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -95,7 +97,7 @@ def convert(
             converted; the message says why for each.
     """
     default, compiled = get_recipe(recipe), [_compile(rule) for rule in rules]
-    vocabulary = _vocabulary(model)
+    heads = _heads(model)
     used: set[int] = set()
     decisions, changes = [], []
     for name, module in _linears(model):
@@ -103,7 +105,7 @@ def convert(
         if index is not None:
             used.add(index)
         chosen = default if index is None else compiled[index][1]
-        reason = _why_left_alone(name, module, vocabulary, min_size, index is not None, chosen)
+        reason = _why_left_alone(name, module, heads, min_size, index is not None, chosen)
         if reason is None:
             assert chosen is not None
             changes.append((module, chosen))
@@ -121,15 +123,21 @@ def convert(
     for module, chosen in changes:
         module.__class__ = Linear
         module.recipe = chosen
+    remove(model)
     return replace(report, spans=tuple(install(model))) if spans else report
 
 
 def _compile(rule: Rule) -> tuple[re.Pattern[str], Recipe | None]:
-    pattern, recipe = rule
     try:
+        pattern, recipe = rule
         return re.compile(pattern), None if recipe is None else get_recipe(recipe)
-    except re.error as error:
-        raise ValueError(f"rule pattern {pattern!r} is no regular expression: {error}") from error
+    except (TypeError, re.error) as error:
+        raise ValueError(f"{rule!r} is no rule (a pattern and a recipe or None): {error}") from error
+    except ValueError as error:
+        known = isinstance(rule, tuple) and len(rule) == 2
+        raise (
+            error if known else ValueError(f"{rule!r} is no rule (a pattern and a recipe or None)")
+        ) from error
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -142,16 +150,33 @@ def _shape(module: nn.Linear) -> tuple[int, ...]:
     return (module.out_features, module.in_features)
 
 
-def _vocabulary(model: nn.Module) -> set[int]:
-    """Sizes of the token embeddings: the widest embedding tables, not positions or token types."""
-    sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-    return {max(sizes)} if sizes else set()
+def _heads(model: nn.Module) -> set[int]:
+    """Ids of the linear layers that are heads or projections of a token embedding, seen by its table.
+
+    Such a layer shares the table's weight, or has its shape [V, D] or [D, V] as no other layer has: the
+    repeated layers of a model's blocks may have a vocabulary's size by chance. Tables of positions, token
+    types and segments are no vocabularies.
+    """
+    tables = [
+        m for name, m in model.named_modules()
+        if isinstance(m, nn.Embedding) and not re.search(r"pos|type|segment", name.lower())
+    ]  # fmt: skip
+    weights = {id(t.weight) for t in tables}
+    layers = [m for _, m in _linears(model)]
+    found = {id(m) for m in layers if id(m.weight) in weights}
+    for table in tables:
+        v, d = table.num_embeddings, table.embedding_dim
+        alike = [m for m in layers if _shape(m) in ((v, d), (d, v))] if v != d else []
+        # A vocabulary far wider than any MLP is one however many heads read it.
+        if len(alike) == 1 or v > 8 * d:
+            found |= {id(m) for m in alike}
+    return found
 
 
 def _why_left_alone(
     name: str,
     module: nn.Linear,
-    vocabulary: set[int],
+    heads: set[int],
     min_size: int,
     by_rule: bool,
     recipe: Recipe | None,
@@ -167,12 +192,12 @@ def _why_left_alone(
         return f"weights of {module.weight.dtype} are not quantized"
     if by_rule:
         return None
-    parts = name.split(".")
+    parts = [part for part in name.split(".") if part not in TRANSPARENT] or [""]
     top_level = all(part in WRAPPERS for part in parts[:-1])
     if parts[-1] in HEAD_NAMES or (top_level and parts[-1] in TOP_LEVEL_HEAD_NAMES):
         return "output head or embedding projection, by name"
-    if vocabulary & set(_shape(module)):
-        return "output head or embedding projection, by vocabulary size"
+    if id(module) in heads:
+        return "output head or embedding projection, by the embedding's weight or size"
     if min(_shape(module)) < min_size:
         return f"smaller than min_size={min_size}"
     return None

@@ -19,8 +19,9 @@ class OperandStats:
     """One operand of one product of one layer, over the watched steps since the last :meth:`Monitor.reset`.
 
     ``amax`` is over finite values; ``saturated`` is the share of elements clipped by more than half a step,
-    ``underflowed`` the share of non-zero elements that became zero, ``nonfinite`` a count, ``sqnr_db`` the
-    signal over the quantization error in dB (inf where nothing was lost).
+    ``underflowed`` the share of non-zero elements that became zero, ``nonfinite`` a count (activation
+    checkpointing runs a forward twice and counts twice), ``sqnr_db`` the signal over the quantization error in dB
+    (inf where nothing was lost).
     """
 
     layer: str
@@ -67,8 +68,18 @@ class Monitor:
         ]
 
     def first_nonfinite(self) -> OperandStats | None:
-        """The first operand, in the order of layers and products, that held NaN or inf; None if none did."""
-        return next((s for s in self.read() if s.nonfinite), None)
+        """The first operand that held NaN or inf, in the order of computation; None if none did.
+
+        Forward products come in the order of the layers, then backward ones from the last layer to the first.
+        """
+        found = [s for s in self.read() if s.nonfinite]
+        forward = [s for s in found if s.product == "output"]
+        layers = list(self._layers)
+        backward = sorted(
+            (s for s in found if s.product != "output" and s.operand == "grad_output"),
+            key=lambda s: -layers.index(s.layer),
+        )
+        return next(iter([*forward, *backward, *found]), None)
 
     def reset(self) -> None:
         """Forget what was gathered."""

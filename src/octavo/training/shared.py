@@ -4,7 +4,8 @@ The q, k and v projections of an attention layer, or gate and up of an MLP, get 
 input's quantized operands are kept while that tensor lives, and served again if the same tensor comes with
 the same version and formats: one pass instead of three, and one saved 8-bit copy for backward instead of
 three. Under torch.compile common subexpressions do this; under CUDA-graph capture it is off, because a graph
-must quantize what its replay finds in memory.
+must quantize what its replay finds in memory. Only activations of a training step are shared, tensors that
+autograd made: a leaf may be a buffer that something outside PyTorch refills without the version counter seeing it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _last = _Last()
 
 def share(x: torch.Tensor, key: Hashable, make: Callable[[], T]) -> T:
     """``make()``, or its last result if that was for this tensor, at this version, under this ``key``."""
-    if torch.compiler.is_compiling() or x.is_inference() or capturing():
+    if torch.compiler.is_compiling() or x.grad_fn is None or capturing():
         return make()
     entry = _last.entry
     if entry is not None and entry[0]() is x and entry[1:3] == (x._version, key):

@@ -7,28 +7,43 @@ activation is quantized where it is made, and backward writes the gradient of ga
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules import module as module_hooks
 
-from octavo.formats import ScaledTensor
+from octavo.formats import ALL, Format, ScaledTensor
 from octavo.fused import quantize_concat, swiglu_backward_quantize, swiglu_quantize
+from octavo.fused.reference import swiglu
 from octavo.matmul import scaled_mm
-from octavo.training.autograd import both, restore, save
+from octavo.training.autograd import Stats, both, flat, restore, save, without_autocast
 from octavo.training.modules import Linear
+from octavo.training.observe import observe
 from octavo.training.recipes import PRODUCTS, Product, Recipe, get_recipe
-from octavo.training.weight_cache import quantize_weight
+from octavo.training.weight_cache import cached, quantize_weight
 
-MLPS: dict[str, tuple[str, str, str]] = {
-    "FeedForward": ("w1", "w3", "w2"),
-    "LlamaMLP": ("gate_proj", "up_proj", "down_proj"),
-    "MistralMLP": ("gate_proj", "up_proj", "down_proj"),
-    "Qwen2MLP": ("gate_proj", "up_proj", "down_proj"),
-    "Qwen3MLP": ("gate_proj", "up_proj", "down_proj"),
+T = TypeVar("T")
+Names = tuple[str, str, str]
+"""Attributes of an MLP that hold its gate, up and down projections."""
+
+_GATE_UP_DOWN: Names = ("gate_proj", "up_proj", "down_proj")
+MLPS: dict[tuple[str, str], Names] = {
+    ("octavo.models.", "FeedForward"): ("w1", "w3", "w2"),
+    ("torchtitan.models.", "FeedForward"): ("w1", "w3", "w2"),
+    ("transformers.models.llama.", "LlamaMLP"): _GATE_UP_DOWN,
+    ("transformers.models.mistral.", "MistralMLP"): _GATE_UP_DOWN,
+    ("transformers.models.qwen2.", "Qwen2MLP"): _GATE_UP_DOWN,
+    ("transformers.models.qwen3.", "Qwen3MLP"): _GATE_UP_DOWN,
 }
-"""Class name of a SwiGLU MLP and its gate, up and down projections: this project's and TorchTitan's
-``FeedForward``, and transformers' of Llama, Mistral and Qwen."""
+"""SwiGLU MLPs by (beginning of the module's path, class name). The module counts, because a class that merely
+shares a name may compute something else; :func:`register_mlp` adds one's own."""
+
+
+def register_mlp(cls: type[nn.Module], gate: str, up: str, down: str) -> None:
+    """Say that ``cls`` computes ``down(silu(gate(x)) * up(x))`` and nothing else, so that ``convert`` may span it."""
+    MLPS[(cls.__module__, cls.__name__)] = (gate, up, down)
 
 
 def mlp(
@@ -58,38 +73,55 @@ def mlp(
         raise ValueError(
             f"recipe {recipe.name!r} keeps the output product in high precision: nothing to span"
         )
-    return _MLP.apply(x, w1, w3, w2, recipe)
+    return _MLP.apply(x, w1, w3, w2, recipe, None, None, None, torch.is_grad_enabled())
 
 
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, w1: torch.Tensor, w3: torch.Tensor, w2: torch.Tensor, recipe: Recipe
+        ctx: Any,
+        x: torch.Tensor,
+        w1: torch.Tensor,
+        w3: torch.Tensor,
+        w2: torch.Tensor,
+        recipe: Recipe,
+        stats1: Stats,
+        stats3: Stats,
+        stats2: Stats,
+        grad_enabled: bool,
     ) -> torch.Tensor:
         output, _, grad_weight = (recipe.product(name, x.device) for name in PRODUCTS)
         assert output is not None
-        rows = x.reshape(-1, x.shape[-1])
-        needs_up = any(ctx.needs_input_grad[1:3])
+        rows = flat(x)
+        needs_up = grad_enabled and any(ctx.needs_input_grad[1:3])
         a, saved = both(rows, output.a, grad_weight.b if grad_weight and needs_up else None)
-        w13, _ = quantize_concat((w1, w3), 0, output.b)
         assert a is not None
-        assert w13 is not None
+        w13 = _gate_up(w1, w3, output.b)
         h = scaled_mm(a, w13, out_dtype=x.dtype, fast_accum=output.fast_accum)
         activation = swiglu_quantize(h, output.a)
         down = quantize_weight(w2, output.b)
         out = scaled_mm(activation, down, out_dtype=x.dtype, fast_accum=output.fast_accum)
+        for stats, weight, start in ((stats1, w1, 0), (stats3, w3, w1.shape[0])):
+            observe(stats, "output", 0, rows, a)
+            observe(stats, "output", 1, weight, _part(w13, 0, start, w1.shape[0]))
+            observe(stats, "grad_weight", 1, rows, saved, transpose=True)
+        if stats2 is not None:
+            observe(stats2, "output", 0, swiglu(h).to(h.dtype), activation)
+            observe(stats2, "output", 1, w2, down)
         save(ctx, rows if needs_up else rows.new_empty(0), saved, h, w1, w3, w2)
-        ctx.recipe, ctx.x_shape = recipe, x.shape
+        ctx.recipe, ctx.x_shape, ctx.stats = recipe, x.shape, (stats1, stats3, stats2)
         return out.view(*x.shape[:-1], w2.shape[0])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, saved, h, w1, w3, w2 = restore(ctx)
         (g,) = grads
-        g = g.reshape(-1, g.shape[-1])
+        g = flat(g)
         _, grad_input, grad_weight = (ctx.recipe.product(name, g.device) for name in PRODUCTS)
-        with torch.autocast(g.device.type, enabled=False):
-            return _mlp_backward(ctx, g, rows, saved, h, (w1, w3, w2), grad_input, grad_weight)
+        with without_autocast(g):
+            gradients = _mlp_backward(ctx, g, rows, saved, h, (w1, w3, w2), grad_input, grad_weight)
+        return *gradients, None, None, None, None, None
 
 
 def _mlp_backward(
@@ -102,8 +134,10 @@ def _mlp_backward(
     grad_input: Product | None,
     grad_weight: Product | None,
 ) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of x, w1, w3 and w2; those not needed are None."""
     w1, w3, w2 = weights
     needs_x, needs_up, needs_down = (any(ctx.needs_input_grad[i:j]) for i, j in ((0, 1), (1, 3), (3, 4)))
+    watched = any(stats is not None for stats in ctx.stats)
     up_weight = grad_weight if needs_up else None
     down_weight = grad_weight if needs_down else None
     a, a_t = both(g, grad_input and grad_input.a, down_weight and down_weight.a)
@@ -111,18 +145,66 @@ def _mlp_backward(
     da = _product(a, down, grad_input, lambda: g @ w2, g.dtype)
     dh_rows, dh_t, act_t, dh, act = swiglu_backward_quantize(
         h, da, grad_input and grad_input.a, up_weight and up_weight.a, down_weight and down_weight.b,
-        keep=grad_input is None or grad_weight is None,
+        keep=watched or grad_input is None or grad_weight is None,
     )  # fmt: skip
-    dx = dw13 = dw2 = None
+    dx = dw13 = dw2 = up = None
     if needs_x:
-        _, up = quantize_concat((w1, w3), 0, None, grad_input and grad_input.b)
+        up = None if grad_input is None else _gate_up(w1, w3, grad_input.b, transpose=True)
         dx = _product(dh_rows, up, grad_input, lambda: dh @ torch.cat((w1, w3)), g.dtype).view(ctx.x_shape)
     if needs_up:
         dw13 = _product(dh_t, saved, grad_weight, lambda: dh.T @ _present(rows), w1.dtype)
     if needs_down:
         dw2 = _product(a_t, act_t, grad_weight, lambda: g.T @ act, w2.dtype)
+    if watched:
+        _observe_backward(ctx.stats, weights, (g, a, a_t), (dh, dh_rows, dh_t), (act, act_t), (down, up))
     dw1, dw3 = (None, None) if dw13 is None else dw13.split(w1.shape[0])
-    return dx, dw1, dw3, dw2, None
+    return dx, dw1, dw3, dw2
+
+
+def _observe_backward(
+    all_stats: tuple[Stats, Stats, Stats],
+    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    grad: tuple[torch.Tensor, ScaledTensor | None, ScaledTensor | None],
+    hidden: tuple[torch.Tensor, ScaledTensor | None, ScaledTensor | None],
+    activation: tuple[torch.Tensor, ScaledTensor | None],
+    quantized: tuple[ScaledTensor | None, ScaledTensor | None],
+) -> None:
+    """What :mod:`.autograd` observes layer by layer, from the operands of the span."""
+    (w1, w3, w2), f = weights, weights[0].shape[0]
+    dh, dh_rows, dh_t = hidden
+    down, up = quantized
+    for stats, weight, start in ((all_stats[0], w1, 0), (all_stats[1], w3, f)):
+        part = dh[:, start : start + f]
+        observe(stats, "grad_input", 0, part, _part(dh_rows, 1, start, f))
+        observe(stats, "grad_input", 1, weight, _part(up, 1, start, f), transpose=True)
+        observe(stats, "grad_weight", 0, part, _part(dh_t, 0, start, f), transpose=True)
+    g, a, a_t = grad
+    observe(all_stats[2], "grad_input", 0, g, a)
+    observe(all_stats[2], "grad_input", 1, w2, down, transpose=True)
+    observe(all_stats[2], "grad_weight", 0, g, a_t, transpose=True)
+    observe(all_stats[2], "grad_weight", 1, activation[0], activation[1], transpose=True)
+
+
+def _gate_up(w1: torch.Tensor, w3: torch.Tensor, fmt: Format, transpose: bool = False) -> ScaledTensor:
+    """[w1; w3] quantized as one matrix [2 F, D], or its transpose."""
+
+    def make() -> ScaledTensor:
+        direct, turned = quantize_concat((w1, w3), 0, None if transpose else fmt, fmt if transpose else None)
+        return _present(turned if transpose else direct)
+
+    return cached((w1, w3), (fmt.key, transpose), make)
+
+
+def _part(x: ScaledTensor | None, dim: int, start: int, length: int) -> ScaledTensor | None:
+    """Rows (dim 0) or columns (dim 1) of a quantized matrix, or None where a block straddles the cut."""
+    if x is None:
+        return None
+    block, packed = x.format.block[dim], x.format.element.packed if dim else 1
+    if block > 1 and (start % block or ((start + length) % block and start + length != x.shape[dim])):
+        return None
+    data = x.data.narrow(dim, start // packed, length // packed)
+    scale = x.scale if block == ALL else x.scale.narrow(dim, start // block, -(-length // block))
+    return ScaledTensor(data, scale, x.format)
 
 
 def _product(
@@ -134,7 +216,7 @@ def _product(
     return scaled_mm(a, b, out_dtype=dtype, fast_accum=product.fast_accum)
 
 
-def _present(x: torch.Tensor | None) -> torch.Tensor:
+def _present(x: T | None) -> T:
     assert x is not None
     return x
 
@@ -142,12 +224,12 @@ def _present(x: torch.Tensor | None) -> torch.Tensor:
 def install(model: nn.Module) -> list[str]:
     """Make every MLP of :data:`MLPS` whose projections were converted run as one Function; their paths.
 
-    The module keeps its class's name, parameters and state dict. Whatever the span would bypass (a hook or a
-    monitor on a projection, a bias, a sharded weight, another recipe) makes that call run layer by layer.
+    The module keeps its class's name, parameters and state dict. Whatever the span would bypass (a hook on a
+    projection, a bias, a sharded weight, differing recipes) makes that call run layer by layer.
     """
     installed = []
     for name, module in model.named_modules():
-        names = MLPS.get(type(module).__name__)
+        names = _names(type(module))
         if names is None or not all(type(getattr(module, n, None)) is Linear for n in names):
             continue
         if "forward" in vars(module) or not _is_silu(module):
@@ -155,6 +237,22 @@ def install(model: nn.Module) -> list[str]:
         module.__class__ = _spanned(type(module), names)
         installed.append(name)
     return installed
+
+
+def remove(model: nn.Module) -> None:
+    """Undo :func:`install`."""
+    for module in model.modules():
+        base = _BASES.get(type(module))
+        if base is not None:
+            module.__class__ = base
+
+
+def _names(cls: type) -> Names | None:
+    for (path, name), names in MLPS.items():
+        inside = cls.__module__.startswith(path) if path.endswith(".") else cls.__module__ == path
+        if inside and cls.__name__ == name:
+            return names
+    return None
 
 
 def _is_silu(module: nn.Module) -> bool:
@@ -165,9 +263,10 @@ def _is_silu(module: nn.Module) -> bool:
 
 
 _SPANNED: dict[type, type] = {}
+_BASES: dict[type, type] = {}
 
 
-def _spanned(cls: type, names: tuple[str, str, str]) -> type:
+def _spanned(cls: type, names: Names) -> type:
     """A subclass of ``cls`` whose forward spans its three projections where nothing would be bypassed."""
     if cls not in _SPANNED:
 
@@ -175,7 +274,9 @@ def _spanned(cls: type, names: tuple[str, str, str]) -> type:
             layers = [getattr(self, name) for name in names]
             if not _spannable(x, layers):
                 return cls.forward(self, x)  # pyright: ignore[reportAttributeAccessIssue]
-            return mlp(x, *(layer.weight for layer in layers), recipe=layers[0].recipe)
+            recipe, stats = layers[0].recipe, [layer.stats for layer in layers]
+            weights = [layer.weight for layer in layers]
+            return _MLP.apply(x, weights[0], weights[1], weights[2], recipe, *stats, torch.is_grad_enabled())
 
         def reduce(self: Any, protocol: object) -> tuple[Any, ...]:
             # A class made here cannot be found by its name: pickle and deepcopy make it again.
@@ -183,10 +284,11 @@ def _spanned(cls: type, names: tuple[str, str, str]) -> type:
 
         members = {"forward": forward, "__reduce_ex__": reduce, "__module__": cls.__module__}
         _SPANNED[cls] = type(cls.__name__, (cls,), members)
+        _BASES[_SPANNED[cls]] = cls
     return _SPANNED[cls]
 
 
-def _blank(cls: type, names: tuple[str, str, str]) -> Any:
+def _blank(cls: type, names: Names) -> Any:
     """An instance of the spanned ``cls`` without state."""
     spanned = _spanned(cls, names)
     return object.__new__(spanned)
@@ -195,16 +297,20 @@ def _blank(cls: type, names: tuple[str, str, str]) -> Any:
 def _spannable(x: torch.Tensor, layers: list[Any]) -> bool:
     first = layers[0]
     return (
-        not torch.is_autocast_enabled(x.device.type)
+        not (torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type))
         and first.recipe.output is not None
+        and not any(getattr(module_hooks, name) for name in _GLOBAL_HOOKS)
         and all(
             type(layer) is Linear
             and layer.recipe == first.recipe
             and layer.bias is None
-            and layer.stats is None
             and layer.weight.dtype == x.dtype
             and type(layer.weight) in (nn.Parameter, torch.Tensor)
-            and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)
+            and not any(getattr(layer, name) for name in _HOOKS)
             for layer in layers
         )
     )
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
