@@ -38,18 +38,8 @@ SHAPES = [(33, 70), (2, 66, 140), (2, 0), (0, 2)]
 def test_kernels_in_the_interpreter(marks: str) -> None:
     pytest.importorskip("triton")
     pytest.importorskip("ml_dtypes")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-m",
-        marks,
-        "-W",
-        "ignore::RuntimeWarning",
-        __file__,
-    ]
+    options = ["-x", "-m", marks, "-W", "ignore::RuntimeWarning"]
+    command = [sys.executable, "-m", "pytest", *options, __file__]
     run = subprocess.run(
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
     )
