@@ -190,11 +190,14 @@ def test_fma_rounds_once(name: str, target: str) -> None:
 
 
 @both_targets
-def test_division_sequence(target: str) -> None:
-    """The instruction sequence LLVM emits for IEEE division, on values whose quotients leave the normal range."""
-    sequence = """
+@pytest.mark.parametrize("ulps", [0, 1, -1])
+def test_division_sequence(target: str, ulps: int) -> None:
+    """The instruction sequence LLVM emits for IEEE division, on values whose quotients leave the normal range. The
+    result must not depend on the last bit of v_rcp, which hardware does not round correctly."""
+    sequence = f"""
     v_div_scale_f32 v2, s[0:1], v1, v1, v0
     v_rcp_f32_e32 v3, v2
+    v_add_u32_e32 v3, {ulps}, v3
     v_div_scale_f32 v4, vcc, v0, v1, v0
     v_fma_f32 v5, -v2, v3, 1.0
     v_fmac_f32_e32 v3, v5, v3
