@@ -361,6 +361,18 @@ def test_a_wave_that_ended_does_not_hold_up_the_barrier() -> None:
     assert x.tolist() == [0] * 64 + [4 * i for i in range(64, 128)]
 
 
+def test_hidden_arguments_describe_the_grid() -> None:
+    """Kernels read the number of programs from arguments that the runtime adds; a missing one is an error."""
+    code = kernel("v_mov_b32_e32 v2, s10\nglobal_store_dword v1, v2, s[4:5]", "gfx942")
+    hidden = Argument(24, 4, "hidden_block_count_y")
+    code = CompiledKernel(**{**code.__dict__, "arguments": (*code.arguments[:3], hidden)})
+    x = np.zeros(64, np.uint32)
+    launch(code, (2, 7), [x, x, x])
+    assert (x == 7).all()
+    with pytest.raises(ValueError, match="offset 24"):
+        launch(CompiledKernel(**{**kernel("", "gfx942").__dict__}), (1,), [x, x, x])
+
+
 def test_views_share_memory_and_read_only_stays() -> None:
     body = "global_load_dword v4, v1, s[4:5]\ns_waitcnt vmcnt(0)\nglobal_store_dword v1, v4, s[6:7]"
     x = np.arange(128, dtype=np.uint32)

@@ -185,7 +185,7 @@ def launch(
     arrays = [a for a in args if isinstance(a, np.ndarray)]
     kernarg = np.zeros(max(code.kernarg_bytes, 8), np.uint8)
     space = GlobalMemory(arrays, kernarg)
-    _pack_arguments(code, args, space, kernarg)
+    _pack_arguments(code, args, sizes, space, kernarg)
     report = Report()
     total = sizes[0] * sizes[1] * sizes[2]
     batch = max(1, _BATCH_WAVES // code.num_warps)
@@ -260,17 +260,47 @@ def _check_arguments(code: Any, args: Sequence[Any]) -> None:
             raise ValueError(f"argument at offset {slot.offset} must be a number, not an array")
 
 
-def _pack_arguments(code: Any, args: Sequence[Any], space: GlobalMemory, kernarg: np.ndarray) -> None:
-    """Fill the argument segment; hidden arguments after the caller's stay zero."""
-    for value, slot in zip(args, code.arguments, strict=False):
-        if isinstance(value, np.ndarray):
-            data = np.uint64(space.address(value)).tobytes()
-        elif isinstance(value, (float, np.floating)):
-            data = np.array(value, {2: np.float16, 4: np.float32, 8: np.float64}[slot.size]).tobytes()
+def _pack_arguments(
+    code: Any, args: Sequence[Any], sizes: Sequence[int], space: GlobalMemory, kernarg: np.ndarray
+) -> None:
+    """Fill the argument segment: the caller's arguments, then what the runtime provides ("hidden" in LLVM's guide).
+
+    Pointers after the caller's (Triton's scratch buffers) are null, so that a kernel that uses them faults.
+    """
+    hidden = _hidden_arguments(code, sizes)
+    for i, slot in enumerate(code.arguments):
+        if i < len(args):
+            data = _argument_bytes(args[i], slot.size, space)
+        elif slot.kind == "global_buffer":
+            continue
+        elif slot.kind in hidden:
+            data = hidden[slot.kind].to_bytes(slot.size, "little")
+        elif slot.kind.startswith("hidden_"):
+            data = b"\xde" * slot.size  # queues, heaps, printf: a kernel that follows such a pointer faults
         else:
-            data = int(value).to_bytes(slot.size, "little", signed=int(value) < 0)
+            raise ValueError(f"no value for the argument at offset {slot.offset} ({slot.kind})")
         kernarg[slot.offset : slot.offset + slot.size] = np.frombuffer(data, np.uint8)
     space.copy_in(kernarg)
+
+
+def _argument_bytes(value: Any, size: int, space: GlobalMemory) -> bytes:
+    if isinstance(value, np.ndarray):
+        return np.uint64(space.address(value)).tobytes()
+    if isinstance(value, (float, np.floating)):
+        return np.array(value, {2: np.float16, 4: np.float32, 8: np.float64}[size]).tobytes()
+    return int(value).to_bytes(size, "little", signed=int(value) < 0)
+
+
+def _hidden_arguments(code: Any, sizes: Sequence[int]) -> dict[str, int]:
+    """Values of the hidden arguments about the grid, by value_kind (LLVM AMDGPU usage, code object V5)."""
+    group = (64 * code.num_warps, 1, 1)
+    values = {"hidden_grid_dims": sum(s > 1 for s in sizes) or 1, "hidden_dynamic_lds_size": code.lds_bytes}
+    for axis, name in enumerate("xyz"):
+        values[f"hidden_block_count_{name}"] = sizes[axis]
+        values[f"hidden_group_size_{name}"] = group[axis]
+        values[f"hidden_remainder_{name}"] = 0
+        values[f"hidden_global_offset_{name}"] = 0
+    return values
 
 
 def run_instructions(text: str, target: str, *, lds_bytes: int = 0, setup: Any = None) -> Executor:

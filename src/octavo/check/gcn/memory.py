@@ -20,7 +20,7 @@ _GUARD = 4096  # bytes between buffers, so that an overrun never lands in a neig
 
 
 class GlobalMemory:
-    """Buffers in one array, each at a 256-byte-aligned address with unmapped bytes around it.
+    """Buffers in one array, with unmapped bytes around each and the alignment (to 256 bytes) that the host has.
 
     Arrays that share memory share addresses. `store_back` copies written buffers into the arrays.
     """
@@ -38,6 +38,7 @@ class GlobalMemory:
         self.ends = np.zeros(len(merged), np.int64)
         offset = _GUARD
         for i, (start, end) in enumerate(merged):
+            offset += start % 256
             self.starts[i], self.ends[i] = offset, offset + end - start
             offset = -(-(offset + end - start + _GUARD) // 256) * 256
         self.bytes = np.zeros(offset + _GUARD, np.uint8)
