@@ -22,10 +22,9 @@ from octavo.operators.rms_norm.reference import default_eps
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def why_not_forward(
-    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
+def _why_not_arguments(
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None
 ) -> str | None:
-    """Why Octavo's kernels are not right for these arguments of ``aten::_fused_rms_norm``, or None if they are."""
     if input.dtype not in DTYPES:
         return "dtype is not float32, bfloat16 or float16"
     if input.layout is not torch.strided:
@@ -46,7 +45,14 @@ def why_not_forward(
         return f"rows are longer than {plans.MAX_COLUMNS}"
     if is_copy_on_write(input):
         return "a tensor is copy-on-write"
-    return hardware.why_no_triton(input.device)
+    return None
+
+
+def why_not_forward(
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
+) -> str | None:
+    """Why Octavo's kernels are not right for these arguments of ``aten::_fused_rms_norm``, or None if they are."""
+    return _why_not_arguments(input, normalized_shape, weight) or hardware.why_no_triton(input.device)
 
 
 def why_not_backward(
@@ -58,7 +64,7 @@ def why_not_backward(
     output_mask: Sequence[bool],
 ) -> str | None:
     """As ``why_not_forward``, for ``aten::_fused_rms_norm_backward``."""
-    reason = why_not_forward(input, normalized_shape, weight, None)
+    reason = _why_not_arguments(input, normalized_shape, weight)
     if reason is not None:
         return reason
     if grad_out.shape != input.shape or grad_out.dtype not in DTYPES or grad_out.device != input.device:
@@ -68,7 +74,7 @@ def why_not_backward(
         return "rstd is not one float32 a row"
     if is_copy_on_write(grad_out) or is_copy_on_write(rstd):
         return "a tensor is copy-on-write"
-    return None
+    return hardware.why_no_triton(input.device)
 
 
 def _measured(kind: str, input: torch.Tensor, normalized_shape: Sequence[int]) -> str | None:

@@ -44,5 +44,5 @@ def fused_rms_norm_backward(
         dot = (gw * x).sum(dims, keepdim=True)
         dx = (rstd * (gw - x * (dot * rstd * rstd / n))).to(input.dtype)
     if output_mask[1] and weight is not None:
-        dw = (g * (x * rstd)).sum(tuple(range(input.ndim - len(normalized_shape)))).to(weight.dtype)
+        dw = (g * (x * rstd)).reshape(-1, *normalized_shape).sum(0).to(weight.dtype)
     return dx, dw

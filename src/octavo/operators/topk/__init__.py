@@ -18,10 +18,7 @@ from octavo.operators.topk import plan as plans
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def why_not(
-    self: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
-) -> str | None:
-    """Why Octavo's kernels are not right for these arguments of ``aten::topk``, or None if they are."""
+def _why_not_arguments(self: torch.Tensor, k: int, dim: int) -> str | None:
     if self.dtype not in DTYPES:
         return "dtype is not float32, bfloat16 or float16"
     if self.layout is not torch.strided:
@@ -39,7 +36,14 @@ def why_not(
         return "rows of 2**31 columns or more"
     if is_copy_on_write(self):
         return "the tensor is copy-on-write"
-    return hardware.why_no_triton(self.device)
+    return None
+
+
+def why_not(
+    self: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> str | None:
+    """Why Octavo's kernels are not right for these arguments of ``aten::topk``, or None if they are."""
+    return _why_not_arguments(self, k, dim) or hardware.why_no_triton(self.device)
 
 
 def why_not_out(
@@ -53,7 +57,7 @@ def why_not_out(
     indices: torch.Tensor,
 ) -> str | None:
     """As ``why_not``, for ``aten::topk.values``: the outputs must be as PyTorch would allocate them."""
-    reason = why_not(self, k, dim, largest, sorted)
+    reason = _why_not_arguments(self, k, dim)
     if reason is not None:
         return reason
     shape = list(self.shape)
@@ -67,7 +71,7 @@ def why_not_out(
             return "an out= tensor is copy-on-write"
         if out.untyped_storage().data_ptr() == self.untyped_storage().data_ptr():
             return "an out= tensor may overlap the input"
-    return None
+    return hardware.why_no_triton(self.device)
 
 
 def measured(self: torch.Tensor, k: int, dim: int = -1, *_: object, **__: object) -> str | None:
