@@ -81,7 +81,7 @@ def test_disassembly_agrees(kernel: str, target: str, tmp_path: Path) -> None:
     elif kernel == "product":
         code, _ = compile_product(target, 3)
     elif kernel == "attention":
-        types = {x: "*bf16" for x in "qkv"} | {"out": "*fp32", "L": "i32", "scale": "fp32"}
+        types = dict.fromkeys("qkv", "*bf16") | {"out": "*fp32", "L": "i32", "scale": "fp32"}
         code = compile_kernel(
             kernels.attention, target, types, {"BM": 64, "BN": 32, "D": 64}, divisible=[*"qkv"]
         )

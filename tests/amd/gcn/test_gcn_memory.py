@@ -370,7 +370,7 @@ def test_hidden_arguments_describe_the_grid() -> None:
     launch(code, (2, 7), [x, x, x])
     assert (x == 7).all()
     with pytest.raises(ValueError, match="offset 24"):
-        launch(CompiledKernel(**{**kernel("", "gfx942").__dict__}), (1,), [x, x, x])
+        launch(CompiledKernel(**kernel("", "gfx942").__dict__), (1,), [x, x, x])
 
 
 def test_views_share_memory_and_read_only_stays() -> None:
