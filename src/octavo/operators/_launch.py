@@ -25,10 +25,16 @@ def _specialization(argument: Any) -> Any:
 
 
 @functools.cache
-def _runtime() -> tuple[Any, Any]:
+def _runtime() -> Any:
     from triton import knobs
 
-    return knobs.runtime, torch._C._cuda_getCurrentRawStream
+    return knobs.runtime
+
+
+def _hooked(runtime: Any) -> bool:
+    """Whether a profiler listens to launches; a hook is a chain of callables that may be empty."""
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter)) or bool(getattr(leave, "calls", leave))
 
 
 def launch(
@@ -65,12 +71,11 @@ def launch(
         tuple(_specialization(a) for a in arguments),
     )
     compiled = _compiled.get(key)
-    runtime, raw_stream = _runtime()
-    if compiled is None or runtime.launch_enter_hook is not None or runtime.launch_exit_hook is not None:
+    if compiled is None or _hooked(_runtime()):
         _compiled[key] = kernel[grid](*arguments, **constants, num_warps=num_warps)
         return
     x, y, z = (*grid, 1, 1)[:3]
-    stream = raw_stream(index if index is not None else torch.cuda.current_device())
+    stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if index is None else index)
     metadata = compiled.packed_metadata
     compiled.run(
         x, y, z, stream, compiled.function, metadata, None, None, None, *arguments, *constants.values()
