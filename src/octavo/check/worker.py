@@ -6,14 +6,15 @@ line; text goes through the store. `compile_all` drives such processes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -29,8 +30,7 @@ def compile_all(
     found: Sequence[Entry], jobs: int, done: Callable[[Entry], None] | None = None
 ) -> list[Outcome]:
     """Compile `found` with `jobs` processes; outcomes in the same order. What the store has costs no process."""
-    keys = [store.key(e.case, e.target) for e in found]
-    outcomes: list[Outcome | None] = [store.read(k) for k in keys]
+    outcomes: list[Outcome | None] = [store.read(store.key(e.case, e.target)) for e in found]
     waiting: SimpleQueue[int] = SimpleQueue()
     missing = [i for i, outcome in enumerate(outcomes) if outcome is None]
     for i in missing:
@@ -38,23 +38,19 @@ def compile_all(
 
     def drive() -> None:
         process = _Process()
-        try:
+        with contextlib.closing(process), contextlib.suppress(Empty):
             while True:
                 i = waiting.get_nowait()
-                outcomes[i] = process.compile(found[i], keys[i])
+                outcomes[i] = process.compile(found[i])
                 if done is not None:
                     done(found[i])
-        except Empty:
-            process.close()
 
-    threads = [threading.Thread(target=drive) for _ in range(min(jobs, len(missing)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [
-        o if o is not None else "it was never compiled: the thread that should have failed" for o in outcomes
-    ]
+    drivers = min(jobs, len(missing))
+    if drivers:
+        with ThreadPoolExecutor(drivers) as pool:
+            for future in [pool.submit(drive) for _ in range(drivers)]:
+                future.result()
+    return [outcome for outcome in outcomes if outcome is not None]
 
 
 class _Process:
@@ -64,7 +60,7 @@ class _Process:
         self._process: subprocess.Popen[str] | None = None
         self._errors: Any = None
 
-    def compile(self, entry: Entry, key: str) -> Outcome:
+    def compile(self, entry: Entry) -> Outcome:
         process = self._running()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -76,9 +72,10 @@ class _Process:
             line = ""
         if not line:
             return self._crashed(process)
-        message = json.loads(line)
+        # The worker names the entry: a source edited since this process read it is another one.
+        name, message = json.loads(line)
         return (
-            message or store.read(key) or f"the compiled text is not in {store.folder()}: is the disk full?"
+            message or store.read(name) or f"the compiled text is not in {store.folder()}: is the disk full?"
         )
 
     def _running(self) -> subprocess.Popen[str]:
@@ -113,20 +110,20 @@ class _Process:
 
 
 def serve() -> None:
-    """Answer requests until standard input ends: an empty string, or the error of a case that does not compile."""
+    """Answer requests until standard input ends: [name in the store, ""], or ["", error] of what does not compile."""
     # The compiler prints where it likes: keep the real standard output for answers alone.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
         module, target, index = json.loads(line)
         try:
-            store.compile_case(find(module, target, index), target)
-            message = ""
-        except (
-            Exception
-        ) as error:  # Whatever the compiler raises is the case's result and is reported as such.
-            message = f"{type(error).__name__}: {error}"
-        answers.write(json.dumps(message) + "\n")
+            case = find(module, target, index)
+            store.compile_case(case, target)
+            answer = store.key(case, target), ""
+        # Whatever the compiler raises is the result of the case and is reported as such.
+        except Exception as error:
+            answer = "", f"{type(error).__name__}: {error}"
+        answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
 
