@@ -23,6 +23,8 @@ from octavo.quantize.grouped import capacity, padded_ends
 from octavo.testing import outlier_matrix, sqnr, worst_row_sqnr
 
 FLOOR = 50.0
+ROUNDED_ROW_FLOOR = 45.0
+"""Of the worst row where outputs have 16 bits: one flipped rounding of a row's one outlier costs that much."""
 ROW, ONE = Format(E4M3FN, "rowwise", "power_of_two"), Format(E4M3FN, "tensorwise")
 BLOCK, SQUARE = Format(E4M3FN, "1x128"), Format(E4M3FN, "128x128")
 WIDE_ONE = Format(E5M2, "tensorwise")
@@ -161,7 +163,10 @@ def _small_operands(job: Job, k: int = 1024) -> tuple[Any, Any, torch.Tensor | N
 
 def _expected(job: Job, operands: tuple[Any, Any, torch.Tensor | None], **more: Any) -> torch.Tensor:
     if job.a is None:
-        operands = (operands[0].float(), operands[1].float(), operands[2])
+        # In float32 and rounded once: the reference rounds between product and bias.
+        a, b, offs = operands
+        with use_kernels(grouped_mm="reference"):
+            return grouped_mm(a.float(), b.float(), offs).to(a.dtype).float()
     with use_kernels(**{op_of(job): "reference"}):
         return call(job, operands, **more).float()
 
@@ -186,8 +191,9 @@ def check(job: Job) -> Checked:
                 torch.cuda.synchronize()
         except Exception as error:
             entry["error"] = f"{type(error).__name__}: {error}"[:300]
-        # Without fast accumulation 50 dB of each row; with it a floor that the round measures.
-        entry["ok"] = "error" not in entry and entry["worst_row"] >= (20.0 if job.fast else FLOOR)
+        # With fast accumulation the floor is what the round measures.
+        floors = (20.0, 15.0) if job.fast else (FLOOR, ROUNDED_ROW_FLOOR)
+        entry["ok"] = "error" not in entry and entry["sqnr"] >= floors[0] and entry["worst_row"] >= floors[1]
         checked.configs.append(entry)
     return checked
 
@@ -222,7 +228,8 @@ def _compare(faults: list[str], what: str, job: Job, operands: Any, **more: Any)
     try:
         with use_kernels(**{op_of(job): "triton"}):
             worst = _quality(call(job, operands, **more), _expected(job, operands, **more))[1]
-        if not worst >= FLOOR:
+        exact = more.get("out_dtype", torch.bfloat16) == torch.float32
+        if not worst >= (FLOOR if exact else ROUNDED_ROW_FLOOR):
             faults.append(f"{what}: worst row {worst:.1f} dB")
     except Exception as error:
         faults.append(f"{what}: {type(error).__name__}: {error}"[:300])
@@ -231,8 +238,10 @@ def _compare(faults: list[str], what: str, job: Job, operands: Any, **more: Any)
 def _grouped_edges(faults: list[str]) -> None:
     sizes = torch.tensor([44, 20, 0, 64, 1, 0, 130])
     offs = sizes.cumsum(0).to(torch.int32).cuda()
-    x, w = outlier_matrix((282, 402), device="cuda"), outlier_matrix((7, 67, 402), seed=1, device="cuda")
-    g = outlier_matrix((282, 37), seed=2, device="cuda")
+    x, w, g = (
+        outlier_matrix(shape, seed=seed, device="cuda") / 64
+        for seed, shape in enumerate(((282, 402), (7, 67, 402), (282, 37)))
+    )
     x[259:] = float("nan")
     bias = torch.randn(7, 67, device="cuda")
     for a, b in ((ROW, ROW), (ONE, ONE), (BLOCK, SQUARE), (MXFP8, MXFP8), (MXFP4, MXFP4)):

@@ -74,19 +74,20 @@ FLOOR = {torch.bfloat16: 50.0, torch.float16: 60.0, torch.float32: 100.0}
 
 
 def _tables(
-    tile: tuple[int, int], mx_by_blocks: bool = False, split: int = 1
+    tile: tuple[int, int], mx_by_blocks: bool = False, split: int = 1, tma: bool = False
 ) -> dict[str, tuple[Config, ...]]:
     """Small tiles for every product, so that small shapes have several."""
-    m, n = tile
+
+    def config(kind: str, block_k: int, split: int = split) -> tuple[Config]:
+        return (Config(kind, (*tile, block_k), split=split, tma=tma),)
+
     kinds = {
-        "epilogue": Config("epilogue", (m, n, 64), split=split), "block": Config("block", (m, n, 128), split=split),
-        "blockrows": Config("block", (m, n, 128), split=split),
-        "mxfp8": Config("block", (m, n, 32)) if mx_by_blocks else Config("dequantize", (m, n, 64), split=split),
-        "mxfp4": Config("dequantize", (m, n, 64), split=split),
-        "mxmixed": Config("dequantize", (m, n, 64), split=split),
-        "plain": Config("plain", (m, n, 32)), "wide": Config("plain", (m, n, 32)),
+        "epilogue": config("epilogue", 64), "block": config("block", 128), "blockrows": config("block", 128),
+        "mxfp8": config("block", 32) if mx_by_blocks else config("dequantize", 64),
+        "mxfp4": config("dequantize", 64), "mxmixed": config("dequantize", 64),
+        "plain": config("plain", 32, 1), "wide": config("plain", 32, 1),
     }  # fmt: skip
-    return {f"{form} {work}": (c,) for form in ("dense", "rows", "columns") for work, c in kinds.items()}
+    return {f"{form} {work}": c for form in ("dense", "rows", "columns") for work, c in kinds.items()}
 
 
 failures: list[str] = []
@@ -130,9 +131,14 @@ def _offs(sizes: list[int]) -> torch.Tensor:
 
 
 def rows(
-    sizes: list[int], pairs: list[tuple[Format, Format]], dtype: torch.dtype, bias: bool, n: int = 37
+    sizes: list[int],
+    pairs: list[tuple[Format, Format]],
+    dtype: torch.dtype,
+    bias: bool,
+    n: int = 37,
+    k: int = 130,
 ) -> None:
-    k, offs = 130, _offs(sizes)
+    offs = _offs(sizes)
     x, w = outlier_matrix((sum(sizes) + 19, k)) / 64, outlier_matrix((len(sizes), n, k), seed=1) / 64
     x[sum(sizes) :] = float("nan")
     added = torch.randn(len(sizes), n).to(dtype) if bias else None
@@ -217,6 +223,10 @@ def quick() -> None:
         columns([5, 0, 19, 1], some, torch.bfloat16)
         plain([20, 0, 9], torch.bfloat16)
         special_values()
+    with launch_tables.override(_tables((32, 16), tma=True)):
+        dense([(33, 20, 160)], some[:4], torch.float32, True)
+        rows([44, 0, 20, 1], some[:4], torch.float32, False, k=160)
+        columns([5, 0, 19, 1], some[:4], torch.float32)
     with launch_tables.override(_tables((16, 32), split=3)):
         dense([(17, 33, 1538)], some, torch.float32, True)
 

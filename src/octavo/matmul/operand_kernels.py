@@ -93,13 +93,16 @@ def _interleaved(even, odd, ROWS: tl.constexpr, COLS: tl.constexpr, PACK: tl.con
 
 
 @triton.jit
-def multiply(a, b, acc, PROMOTE: tl.constexpr, PRECISION: tl.constexpr):
+def multiply(a, b, acc, PROMOTE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr):
     """Add the product of two tiles; PROMOTE is how many FP8 products Hopper may add up in its own 14 bits before
     they go to float32, 0 for any number."""
-    if PROMOTE > 0:
+    if PROMOTE == 0:
+        return tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
+    elif PROMOTE < BLOCK_K:
         return tl.dot(a, tl.trans(b), acc, max_num_imprecise_acc=PROMOTE)
     else:
-        return tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
+        # Given the whole tile's length the compiler chains the tiles, so the sum is written out.
+        return acc + tl.dot(a, tl.trans(b), max_num_imprecise_acc=BLOCK_K)
 
 
 @triton.jit
@@ -163,6 +166,12 @@ def _load_left(pointers, left, other: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
+def _left_of(tile, left, COLS: tl.constexpr):
+    """The first ``left`` columns of a tile, and zeros beyond."""
+    return tl.where((tl.arange(0, COLS) < left)[None, :], tile, tl.zeros_like(tile))
+
+
+@triton.jit
 def _offsets(live, stride_row, stride_k, ROWS: tl.constexpr, COLS: tl.constexpr):
     i = tl.minimum(tl.arange(0, ROWS), live - 1)
     return i[:, None] * stride_row + tl.arange(0, COLS)[None, :] * stride_k
@@ -188,8 +197,9 @@ def accumulate(
     """
     a_cols: tl.constexpr = BLOCK_K // A_PACK
     b_cols: tl.constexpr = BLOCK_K // B_PACK
-    a_offsets = _offsets(a_live, sam, sak, BLOCK_M, a_cols)
-    b_offsets = _offsets(b_live, sbn, sbk, BLOCK_N, b_cols)
+    if not TMA:
+        a_offsets = _offsets(a_live, sam, sak, BLOCK_M, a_cols)
+        b_offsets = _offsets(b_live, sbn, sbk, BLOCK_N, b_cols)
     a += (first // A_PACK).to(tl.int64) * sak
     b += (first // B_PACK).to(tl.int64) * sbk
     whole = (last - first) // BLOCK_K
@@ -226,14 +236,16 @@ def accumulate(
                 x, y, p, q, acc, KIND, A_PACK, B_PACK, A_FORMAT, B_FORMAT, TRUNCATE, BLOCK_M, BLOCK_N, BLOCK_K
             )
         else:
-            acc = multiply(x, y, acc, PROMOTE, PRECISION)
+            acc = multiply(x, y, acc, PROMOTE, PRECISION, BLOCK_K)
     left = last - first - whole * BLOCK_K
     if TAIL and left > 0:
         if TMA:
-            a += (whole * a_cols).to(tl.int64) * sak
-            b += (whole * b_cols).to(tl.int64) * sbk
-        x = _load_left(a + a_offsets, left // A_PACK, 0.0, a_cols)
-        y = _load_left(b + b_offsets, left // B_PACK, 0.0, b_cols)
+            k = first + whole * BLOCK_K
+            x = _left_of(a_box.load([a_box_row, k // A_PACK]), left // A_PACK, a_cols)
+            y = _left_of(b_box.load([b_box_row, k // B_PACK]), left // B_PACK, b_cols)
+        else:
+            x = _load_left(a + a_offsets, left // A_PACK, 0.0, a_cols)
+            y = _load_left(b + b_offsets, left // B_PACK, 0.0, b_cols)
         if KIND == "block":
             index = first // BLOCK_K + whole
             sa = row_scales(a_scale, a_row, a_live, index, ssam, ssak, A_DIV, A_ONE, E8M0, BLOCK_M)
@@ -246,24 +258,7 @@ def accumulate(
                 x, y, p, q, acc, KIND, A_PACK, B_PACK, A_FORMAT, B_FORMAT, TRUNCATE, BLOCK_M, BLOCK_N, BLOCK_K
             )
         else:
-            acc = multiply(x, y, acc, PROMOTE, PRECISION)
-    return acc
-
-
-@triton.jit
-def finish(
-    acc, bias, a_scale, b_scale, a_row, b_row, a_live, b_live, ssam, ssbn,
-    KIND: tl.constexpr, A_DIV: tl.constexpr, B_DIV: tl.constexpr, A_ONE: tl.constexpr, B_ONE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Epilogue scales, then the bias that ``bias`` points at (None for none)."""
-    if KIND == "epilogue":
-        sa = row_scales(a_scale, a_row, a_live, 0, ssam, 0, A_DIV, A_ONE, False, BLOCK_M)
-        sb = row_scales(b_scale, b_row, b_live, 0, ssbn, 0, B_DIV, B_ONE, False, BLOCK_N)
-        acc = acc * outer(sa, sb, A_ONE, B_ONE)
-    if bias is not None:
-        j = tl.minimum(tl.arange(0, BLOCK_N), b_live - 1)
-        acc += tl.load(bias + j).to(tl.float32)[None, :]
+            acc = multiply(x, y, acc, PROMOTE, PRECISION, BLOCK_K)
     return acc
 
 
@@ -274,3 +269,47 @@ def store_tile(out, acc, live_m, live_n, som, BLOCK_M: tl.constexpr, BLOCK_N: tl
     j = tl.arange(0, BLOCK_N)
     mask = (i < live_m)[:, None] & (j < live_n)[None, :]
     tl.store(out + i[:, None] * som + j[None, :], acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _finish_columns(
+    acc, out, bias, a_scale, b_scale, a_row, b_row, a_live, b_live, store_m, ssam, ssbn, som,
+    KIND: tl.constexpr, A_DIV: tl.constexpr, B_DIV: tl.constexpr, A_ONE: tl.constexpr, B_ONE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    if KIND == "epilogue":
+        sa = row_scales(a_scale, a_row, a_live, 0, ssam, 0, A_DIV, A_ONE, False, BLOCK_M)
+        sb = row_scales(b_scale, b_row, b_live, 0, ssbn, 0, B_DIV, B_ONE, False, BLOCK_N)
+        acc = acc * outer(sa, sb, A_ONE, B_ONE)
+    if bias is not None:
+        j = tl.minimum(tl.arange(0, BLOCK_N), b_live - 1)
+        acc += tl.load(bias + b_row + j).to(tl.float32)[None, :]
+    store_tile(out, acc, store_m, b_live, som, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def finish(
+    acc, out, bias, a_scale, b_scale, a_row, b_row, a_live, b_live, store_m, ssam, ssbn, som,
+    KIND: tl.constexpr, A_DIV: tl.constexpr, B_DIV: tl.constexpr, A_ONE: tl.constexpr, B_ONE: tl.constexpr,
+    HALVES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Epilogue scales, the bias (None for none) at the rows of b, and the store of ``store_m`` rows.
+
+    HALVES takes the columns in two parts, so that a wide accumulator leaves registers for their scales.
+    """
+    if HALVES:
+        half: tl.constexpr = BLOCK_N // 2
+        left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, half)), (0, 2, 1)))
+        _finish_columns(
+            left, out, bias, a_scale, b_scale, a_row, b_row, a_live, b_live, store_m, ssam, ssbn, som,
+            KIND, A_DIV, B_DIV, A_ONE, B_ONE, BLOCK_M, half,
+        )  # fmt: skip
+        _finish_columns(
+            right, out + half, bias, a_scale, b_scale, a_row, b_row + half, a_live, b_live - half, store_m,
+            ssam, ssbn, som, KIND, A_DIV, B_DIV, A_ONE, B_ONE, BLOCK_M, half,
+        )  # fmt: skip
+    else:
+        _finish_columns(
+            acc, out, bias, a_scale, b_scale, a_row, b_row, a_live, b_live, store_m, ssam, ssbn, som,
+            KIND, A_DIV, B_DIV, A_ONE, B_ONE, BLOCK_M, BLOCK_N,
+        )  # fmt: skip

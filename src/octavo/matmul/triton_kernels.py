@@ -27,7 +27,7 @@ def scaled_mm_tiles(
     A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr,
     A_DIV: tl.constexpr, B_DIV: tl.constexpr, A_ONE: tl.constexpr, B_ONE: tl.constexpr,
     E8M0: tl.constexpr, PROMOTE: tl.constexpr, PRECISION: tl.constexpr, TRUNCATE: tl.constexpr,
-    TMA: tl.constexpr, TAIL: tl.constexpr, BAND: tl.constexpr, DIES: tl.constexpr,
+    TMA: tl.constexpr, TAIL: tl.constexpr, HALVES: tl.constexpr, BAND: tl.constexpr, DIES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """``out[split, M, N]``: grid (tiles, splits), each split contracting ``split_steps`` tiles."""
@@ -45,12 +45,11 @@ def scaled_mm_tiles(
         KIND, A_PACK, B_PACK, A_FORMAT, B_FORMAT, A_DIV, B_DIV, A_ONE, B_ONE, E8M0, PROMOTE, PRECISION,
         TRUNCATE, TMA, TAIL, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    acc = finish(
-        acc, None if bias is None else bias + n, a_scale, b_scale, m, n, M - m, N - n, ssam, ssbn,
-        KIND, A_DIV, B_DIV, A_ONE, B_ONE, BLOCK_M, BLOCK_N,
+    finish(
+        acc, out + split.to(tl.int64) * sos + m.to(tl.int64) * som + n, bias, a_scale, b_scale,
+        m, n, M - m, N - n, M - m, ssam, ssbn, som,
+        KIND, A_DIV, B_DIV, A_ONE, B_ONE, HALVES, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    out += split.to(tl.int64) * sos + m.to(tl.int64) * som + n
-    store_tile(out, acc, M - m, N - n, som, BLOCK_M, BLOCK_N)
 
 
 @triton.jit(**_specialize_but("M", "splits"))
@@ -89,7 +88,8 @@ def grouped_rows_tiles(
     A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr,
     A_DIV: tl.constexpr, B_DIV: tl.constexpr, A_ONE: tl.constexpr, B_ONE: tl.constexpr,
     E8M0: tl.constexpr, PROMOTE: tl.constexpr, PRECISION: tl.constexpr, TRUNCATE: tl.constexpr,
-    TMA: tl.constexpr, TAIL: tl.constexpr, BAND: tl.constexpr, DIES: tl.constexpr, GROUPS: tl.constexpr,
+    TMA: tl.constexpr, TAIL: tl.constexpr, HALVES: tl.constexpr, BAND: tl.constexpr,
+    DIES: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """``out[rows of g] = a[rows of g] @ b[g].T + bias[g]``, zero past the last end.
@@ -116,12 +116,11 @@ def grouped_rows_tiles(
             KIND, A_PACK, B_PACK, A_FORMAT, B_FORMAT, A_DIV, B_DIV, A_ONE, B_ONE, E8M0, PROMOTE, PRECISION,
             TRUNCATE, TMA, TAIL, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        acc = finish(
-            acc, None if bias is None else bias + group * N + n,
-            a_scale, b_scale, m, n, M - m, live_n, ssam, ssbn,
-            KIND, A_DIV, B_DIV, A_ONE, B_ONE, BLOCK_M, BLOCK_N,
+        finish(
+            acc, out, None if bias is None else bias + group * N, a_scale, b_scale,
+            m, n, M - m, live_n, end - m, ssam, ssbn, som,
+            KIND, A_DIV, B_DIV, A_ONE, B_ONE, HALVES, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-        store_tile(out, acc, end - m, live_n, som, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
@@ -132,7 +131,7 @@ def grouped_columns_tiles(
     A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr,
     A_DIV: tl.constexpr, B_DIV: tl.constexpr, A_ONE: tl.constexpr, B_ONE: tl.constexpr,
     E8M0: tl.constexpr, PROMOTE: tl.constexpr, PRECISION: tl.constexpr, TRUNCATE: tl.constexpr,
-    TMA: tl.constexpr, TAIL: tl.constexpr, BAND: tl.constexpr, DIES: tl.constexpr,
+    TMA: tl.constexpr, TAIL: tl.constexpr, HALVES: tl.constexpr, BAND: tl.constexpr, DIES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """``out[g, M, N] = a[M, columns of g] @ b[N, columns of g].T``; exactly zero for an empty group."""
@@ -161,11 +160,10 @@ def grouped_columns_tiles(
             KIND, A_PACK, B_PACK, A_FORMAT, B_FORMAT, A_DIV, B_DIV, A_ONE, B_ONE, E8M0, PROMOTE, PRECISION,
             TRUNCATE, TMA, TAIL, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        acc = finish(
-            acc, None, a_scale, b_scale, m, n, M - m, N - n, ssam, ssbn,
-            KIND, A_DIV, B_DIV, A_ONE, B_ONE, BLOCK_M, BLOCK_N,
+        finish(
+            acc, out, None, a_scale, b_scale, m, n, M - m, N - n, M - m, ssam, ssbn, N,
+            KIND, A_DIV, B_DIV, A_ONE, B_ONE, HALVES, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-        store_tile(out, acc, M - m, N - n, N, BLOCK_M, BLOCK_N)
 
 
 @triton.jit(**_specialize_but("M"))

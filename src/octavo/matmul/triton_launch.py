@@ -81,7 +81,7 @@ def constants(
         "KIND": kind, "TAIL": tail, "TMA": tma, "PRECISION": "ieee",
         "PROMOTE": min(config.promote, block_k) if promote else 0,
         "TRUNCATE": arch == "gfx942", "E8M0": kind == "block" and a is not None and a.is_mx,
-        "BAND": config.band, "DIES": launch_tables.load(arch).dies,
+        "HALVES": arch.startswith("sm_") and block_n > 128, "BAND": config.band, "DIES": launch_tables.load(arch).dies,
         "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k,
         **_side("A", a, block_m), **_side("B", b, block_n),
     }  # fmt: skip
@@ -112,7 +112,7 @@ def _on(device: torch.device) -> Iterator[None]:
 
 def _boxes(a: Operand, b: Operand, config: Config, arch: str) -> tuple[Any, Any]:
     """Tensor descriptors of both operands, or (None, None) where the accelerator cannot address them."""
-    if not config.tma or not arch.startswith("sm_"):
+    if not config.tma or arch.startswith("gfx"):
         return None, None
     matrices = [
         x.data.flatten(0, 1) if x.data.ndim == 3 and x.data.is_contiguous() else x.data for x in (a, b)
