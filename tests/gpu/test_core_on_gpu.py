@@ -59,7 +59,7 @@ def test_linear_on_gpu_equals_the_cpu_within_the_product_tolerance(recipe):
     for device in ("cpu", "cuda"):
         module = copy.deepcopy(layer).to(device)
         module.recipe = octavo.get_recipe(recipe, fast_accum="none", family=hardware.fp8_family("cuda"))
-        inp = x.to(device).requires_grad_()
+        inp = x.to(device).detach().clone().requires_grad_()
         out = module(inp)
         out.backward(g.to(device))
         results.append(
@@ -80,7 +80,7 @@ def test_grouped_on_gpu_equals_the_cpu_with_tails_and_empty_groups(recipe):
     family = hardware.fp8_family("cuda")
     results = []
     for device in ("cpu", "cuda"):
-        a, b = x.to(device).requires_grad_(), w.to(device).requires_grad_()
+        a, b = (t.to(device).detach().clone().requires_grad_() for t in (x, w))
         chosen = octavo.get_recipe(recipe, fast_accum="none", family=family)
         out = octavo.grouped_mm(a, b.mT, offs.to(device), recipe=chosen)
         out.backward(g.to(device))
@@ -141,8 +141,9 @@ def test_cuda_graph_replay_sees_new_weights(recipe):
         x.add_(0.3)
     graph.replay()
     torch.cuda.synchronize()
+    # cuBLAS may choose another algorithm under capture; stale weights or inputs would be far off.
     for replayed, eager in zip(captured, step(), strict=True):
-        assert torch.equal(replayed, eager)
+        assert sqnr(replayed, eager) >= 50
 
 
 @pytest.mark.case("B14")

@@ -13,7 +13,7 @@ from training_support import QUANTIZED_RECIPES, OpCount, assert_all_equal, penal
 
 import octavo
 from octavo.testing import poisoned_allocations, sqnr
-from octavo.training.spanning import mlp
+from octavo.training.spanning import mlp, register_mlp
 
 
 class FeedForward(nn.Module):
@@ -27,6 +27,9 @@ class FeedForward(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+
+register_mlp(FeedForward, "w1", "w3", "w2")
 
 
 def gelu_feed_forward() -> type[nn.Module]:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 
 from octavo import dispatch, library
-from octavo.formats import Format, ScaledTensor
-from octavo.quantize import check_offs
+from octavo.formats import Format, ScaledTensor, ScaleLayout
+from octavo.quantize import check_offs, check_offs_values
 
 __all__ = ["grouped_mm", "register_flop_formulas", "scaled_grouped_mm", "scaled_mm"]
 
@@ -47,6 +47,8 @@ def scaled_mm(
             f"scaled_mm multiplies a[M, K] by b[N, K] transposed; got a {tuple(a.shape)} and b {tuple(b.shape)}: "
             "both must be matrices with the contraction last"
         )
+    for operand in (a, b):
+        _check_plain(operand)
     _check_common(a, b, bias, (b.shape[0],), out_dtype)
     return torch.ops.octavo.scaled_mm(
         a.data, a.scale, a.format.key, b.data, b.scale, b.format.key, bias, out_dtype, fast_accum
@@ -67,32 +69,68 @@ def scaled_grouped_mm(
     * rows by expert: ``a[M, K]``, ``b[G, N, K]``, ``offs`` int32 [G] -> [M, N]; rows past ``offs[-1]`` are
       zero, ``bias`` is [G, N];
     * over groups: ``a[N, C]`` and ``b[K, C]`` from ``quantize_grouped(..., transpose=True)`` with the same
-      ``align`` -> [G, N, K], exactly zero for empty groups; ``offs`` defaults to ``a.group_ends``.
+      ``align`` -> [G, N, K], exactly zero for empty groups; their ``group_ends`` are used, and ``offs`` if given
+      must be those.
 
     Raises:
         ValueError: if shapes, devices, ``offs``, ``bias`` or ``out_dtype`` do not fit.
     """
-    over_groups = b.ndim == 2
-    if over_groups:
-        offs = a.group_ends if offs is None else offs
-        if a.group_ends is None or b.group_ends is None or offs is None or bias is not None:
-            raise ValueError(
-                "a grouped product of two matrices contracts over groups: both operands must come from "
-                "quantize_grouped(..., transpose=True), and it takes no bias"
-            )
-    elif offs is None:
-        raise ValueError("scaled_grouped_mm with b[G, N, K] needs offs, the cumulative group ends")
-    assert offs is not None
+    offs = _over_groups(a, b, offs, bias) if b.ndim == 2 else _by_expert(a, b, offs)
     check_offs(a.data, offs)
-    if a.shape[-1] != b.shape[-1] or (not over_groups and b.shape[0] != offs.shape[0]):
-        raise ValueError(
-            f"scaled_grouped_mm takes a[M, K], b[G, N, K], offs[G] or a[N, C], b[K, C]; got a {tuple(a.shape)}, "
-            f"b {tuple(b.shape)}, offs {tuple(offs.shape)}"
-        )
     _check_common(a, b, bias, (b.shape[0], b.shape[-2]), out_dtype)
     return torch.ops.octavo.scaled_grouped_mm(
         a.data, a.scale, a.format.key, b.data, b.scale, b.format.key, offs, bias, out_dtype, fast_accum
     )
+
+
+def _over_groups(
+    a: ScaledTensor, b: ScaledTensor, offs: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    ends = a.group_ends
+    if ends is None or b.group_ends is None or bias is not None or a.shape[-1] != b.shape[-1] or a.ndim != 2:
+        raise ValueError(
+            "a grouped product of two matrices contracts over groups: both operands must come from "
+            "quantize_grouped(..., transpose=True) with the same align, and it takes no bias; got "
+            f"{a!r} and {b!r}"
+        )
+    if (
+        offs is not None
+        and offs is not ends
+        and not (_readable(offs) and _readable(ends) and torch.equal(offs, ends))
+    ):
+        raise ValueError(
+            "over groups the padded ends of the operands are used: leave offs out, or pass a.group_ends"
+        )
+    return ends
+
+
+def _by_expert(a: ScaledTensor, b: ScaledTensor, offs: torch.Tensor | None) -> torch.Tensor:
+    fits = a.ndim == 2 and b.ndim == 3 and a.shape[-1] == b.shape[-1]
+    if offs is None or not fits or a.group_ends is not None or b.shape[0] != offs.shape[0]:
+        raise ValueError(
+            "scaled_grouped_mm takes a[M, K], b[G, N, K] and offs[G], the cumulative group ends; got "
+            f"a {tuple(a.shape)}{' in padded groups' if a.group_ends is not None else ''}, b {tuple(b.shape)}, offs "
+            f"{None if offs is None else tuple(offs.shape)}"
+        )
+    for operand in (a, b):
+        _check_plain(operand)
+    if _readable(offs):
+        check_offs_values(a.shape[0], offs)
+    return offs
+
+
+def _readable(x: torch.Tensor) -> bool:
+    """Whether values can be read without a synchronisation or a guard."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and type(x) is torch.Tensor
+
+
+def _check_plain(x: ScaledTensor) -> None:
+    needed = x.format.scale_shape(x.shape)
+    if x.group_ends is not None or x.layout is ScaleLayout.SWIZZLED_32_4_4 or tuple(x.scale.shape) != needed:
+        raise ValueError(
+            f"an operand of shape {tuple(x.shape)} in {x.format} needs plain scales {needed}; got {x!r} with scales "
+            f"{tuple(x.scale.shape)}{' in padded groups' if x.group_ends is not None else ''}"
+        )
 
 
 def grouped_mm(
@@ -114,6 +152,13 @@ def grouped_mm(
             f"grouped_mm takes a[M, K], b[G, N, K] or a[N, M], b[K, M] of one dtype with offs[G]; got "
             f"a {tuple(a.shape)} {a.dtype}, b {tuple(b.shape)} {b.dtype}, offs {tuple(offs.shape)}"
         )
+    if b.ndim == 2 and bias is not None:
+        raise ValueError(
+            "grouped_mm over groups, a[N, M] and b[K, M], takes no bias: add it to the rows' product"
+        )
+    _check_bias(bias, (b.shape[0], b.shape[-2]), a.dtype, a.device)
+    if _readable(offs):
+        check_offs_values(a.shape[-1] if b.ndim == 2 else a.shape[0], offs)
     return torch.ops.octavo.grouped_mm(a, b, offs, bias)
 
 
@@ -128,9 +173,16 @@ def _check_common(
         raise ValueError(f"operands lie on {a.device} and {b.device}: move one of them")
     if out_dtype not in OUTPUT_DTYPES:
         raise ValueError(f"out_dtype must be bfloat16, float16 or float32; got {out_dtype}")
-    if bias is not None and (tuple(bias.shape) != bias_shape or bias.dtype != out_dtype):
+    _check_bias(bias, bias_shape, out_dtype, a.device)
+
+
+def _check_bias(
+    bias: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    if bias is not None and (tuple(bias.shape) != shape or bias.dtype != dtype or bias.device != device):
         raise ValueError(
-            f"bias must be {bias_shape} in {out_dtype}; got {tuple(bias.shape)} in {bias.dtype}: cast or reshape it"
+            f"bias must be {shape} in {dtype} on {device}; got {tuple(bias.shape)} in {bias.dtype} on {bias.device}: "
+            "cast, move or reshape it"
         )
 
 

@@ -68,6 +68,9 @@ def _why_not_output(a: ScaledTensor, b: ScaledTensor, out_dtype: torch.dtype) ->
 def _why_not_size(a: ScaledTensor, b: ScaledTensor) -> str | None:
     if 0 in (a.shape[0], b.shape[0], a.shape[1]):
         return "an extent is zero"
+    # A column of 1x128 scales is as long as the rows and must start at a multiple of 16 bytes; b's rows are padded.
+    if a.format.granularity == "1x128" and a.shape[0] % 4:
+        return f"1x128 scales need a multiple of 4 rows, not {a.shape[0]}"
     return None
 
 

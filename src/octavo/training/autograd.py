@@ -19,12 +19,15 @@ from octavo.formats import Format, ScaledTensor
 from octavo.matmul import grouped_mm as grouped_mm_hp
 from octavo.matmul import scaled_grouped_mm, scaled_mm
 from octavo.quantize import alignment, quantize, quantize_both, quantize_grouped
-from octavo.training.observe import observe
+from octavo.training.observe import observe, unless_recomputing
 from octavo.training.recipes import Product, Recipe
 from octavo.training.shared import share
-from octavo.training.weight_cache import quantize_weight
+from octavo.training.weight_cache import cast_weight, quantize_weight
 
 Stats = torch.Tensor | None
+AUTOCAST_DEVICES = ("cpu", "cuda")
+"""Named here, because PyTorch 2.11 cannot trace the question which devices have autocast."""
+NO_CONTEXT = contextlib.nullcontext()
 
 
 def linear(
@@ -66,20 +69,23 @@ def grouped_linear(
     return _GroupedLinear.apply(x, weight, offs, bias, recipe, stats, torch.is_grad_enabled())
 
 
-def _autocast(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[Any, ...]:
-    device = x.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return x, *others
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t if t is None else t.to(dtype) for t in (x, *others))
+def _autocast(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    if not autocasts(x):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), cast_weight(weight, dtype), None if bias is None else bias.to(dtype)
+
+
+def autocasts(x: torch.Tensor) -> bool:
+    """Whether an enabled autocast would cast ``x``."""
+    return x.device.type in AUTOCAST_DEVICES and torch.is_autocast_enabled(x.device.type)
 
 
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Products in backward run in the dtypes they were given, also where backward is called under autocast."""
-    device = x.device.type
-    if not torch.amp.is_autocast_available(device):
-        return contextlib.nullcontext()
-    return torch.autocast(device, enabled=False)
+    return torch.autocast(x.device.type, enabled=False) if x.device.type in AUTOCAST_DEVICES else NO_CONTEXT
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
@@ -143,14 +149,15 @@ class _Linear(torch.autograd.Function):
         saved_fmt = grad_weight.b if grad_weight is not None and needs_weight else None
         formats = (output and output.a, saved_fmt)
         a, saved = share(x, formats, lambda: both(rows, *formats))
-        observe(stats, "grad_weight", 1, rows, saved, transpose=True)
+        seen = unless_recomputing(stats)
+        observe(seen, "grad_weight", 1, rows, saved, transpose=True)
         if output is None:
             out = torch.nn.functional.linear(rows, weight, bias)
         else:
             assert a is not None
             b = quantize_weight(weight, output.b)
-            observe(stats, "output", 0, rows, a)
-            observe(stats, "output", 1, weight, b)
+            observe(seen, "output", 0, rows, a)
+            observe(seen, "output", 1, weight, b)
             out = scaled_mm(a, b, bias=bias, out_dtype=x.dtype, fast_accum=output.fast_accum)
         save(ctx, rows if needs_weight else rows.new_empty(0), saved, weight)
         ctx.recipe, ctx.stats, ctx.x_shape = recipe, stats, x.shape
@@ -215,8 +222,8 @@ class _GroupedLinear(torch.autograd.Function):
             out = grouped_mm_hp(x, weight, offs, bias=bias)
         else:
             a, b = quantize_grouped(x, offs, output.a), quantize_weight(weight, output.b)
-            observe(stats, "output", 0, x, a)
-            observe(stats, "output", 1, weight, b)
+            observe(unless_recomputing(stats), "output", 0, x, a)
+            observe(unless_recomputing(stats), "output", 1, weight, b)
             out = scaled_grouped_mm(a, b, offs, bias=bias, out_dtype=x.dtype, fast_accum=output.fast_accum)
         save(ctx, x if needs_weight else x.new_empty(0), saved, weight, offs)
         ctx.recipe, ctx.stats = recipe, stats

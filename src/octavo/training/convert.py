@@ -128,16 +128,15 @@ def convert(
 
 
 def _compile(rule: Rule) -> tuple[re.Pattern[str], Recipe | None]:
+    if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[0], str)):
+        raise ValueError(
+            f"{rule!r} is no rule: give (pattern, recipe), with recipe None to leave layers alone"
+        )
+    pattern, recipe = rule
     try:
-        pattern, recipe = rule
         return re.compile(pattern), None if recipe is None else get_recipe(recipe)
-    except (TypeError, re.error) as error:
-        raise ValueError(f"{rule!r} is no rule (a pattern and a recipe or None): {error}") from error
-    except ValueError as error:
-        known = isinstance(rule, tuple) and len(rule) == 2
-        raise (
-            error if known else ValueError(f"{rule!r} is no rule (a pattern and a recipe or None)")
-        ) from error
+    except re.error as error:
+        raise ValueError(f"rule pattern {pattern!r} is no regular expression: {error}") from error
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -197,7 +196,7 @@ def _why_left_alone(
     if parts[-1] in HEAD_NAMES or (top_level and parts[-1] in TOP_LEVEL_HEAD_NAMES):
         return "output head or embedding projection, by name"
     if id(module) in heads:
-        return "output head or embedding projection, by the embedding's weight or size"
+        return "output head or embedding projection, by the embedding's weight or vocabulary size"
     if min(_shape(module)) < min_size:
         return f"smaller than min_size={min_size}"
     return None

@@ -18,9 +18,9 @@ from octavo.formats import ALL, Format, ScaledTensor
 from octavo.fused import quantize_concat, swiglu_backward_quantize, swiglu_quantize
 from octavo.fused.reference import swiglu
 from octavo.matmul import scaled_mm
-from octavo.training.autograd import Stats, both, flat, restore, save, without_autocast
+from octavo.training.autograd import Stats, autocasts, both, flat, restore, save, without_autocast
 from octavo.training.modules import Linear
-from octavo.training.observe import observe
+from octavo.training.observe import observe, unless_recomputing
 from octavo.training.recipes import PRODUCTS, Product, Recipe, get_recipe
 from octavo.training.weight_cache import cached, quantize_weight
 
@@ -41,9 +41,12 @@ MLPS: dict[tuple[str, str], Names] = {
 shares a name may compute something else; :func:`register_mlp` adds one's own."""
 
 
+_REGISTERED: dict[type, Names] = {}
+
+
 def register_mlp(cls: type[nn.Module], gate: str, up: str, down: str) -> None:
     """Say that ``cls`` computes ``down(silu(gate(x)) * up(x))`` and nothing else, so that ``convert`` may span it."""
-    MLPS[(cls.__module__, cls.__name__)] = (gate, up, down)
+    _REGISTERED[cls] = (gate, up, down)
 
 
 def mlp(
@@ -101,13 +104,14 @@ class _MLP(torch.autograd.Function):
         activation = swiglu_quantize(h, output.a)
         down = quantize_weight(w2, output.b)
         out = scaled_mm(activation, down, out_dtype=x.dtype, fast_accum=output.fast_accum)
-        for stats, weight, start in ((stats1, w1, 0), (stats3, w3, w1.shape[0])):
+        seen1, seen3, seen2 = (unless_recomputing(stats) for stats in (stats1, stats3, stats2))
+        for stats, weight, start in ((seen1, w1, 0), (seen3, w3, w1.shape[0])):
             observe(stats, "output", 0, rows, a)
             observe(stats, "output", 1, weight, _part(w13, 0, start, w1.shape[0]))
             observe(stats, "grad_weight", 1, rows, saved, transpose=True)
-        if stats2 is not None:
-            observe(stats2, "output", 0, swiglu(h).to(h.dtype), activation)
-            observe(stats2, "output", 1, w2, down)
+        if seen2 is not None:
+            observe(seen2, "output", 0, swiglu(h).to(h.dtype), activation)
+            observe(seen2, "output", 1, w2, down)
         save(ctx, rows if needs_up else rows.new_empty(0), saved, h, w1, w3, w2)
         ctx.recipe, ctx.x_shape, ctx.stats = recipe, x.shape, (stats1, stats3, stats2)
         return out.view(*x.shape[:-1], w2.shape[0])
@@ -249,10 +253,9 @@ def remove(model: nn.Module) -> None:
 
 def _names(cls: type) -> Names | None:
     for (path, name), names in MLPS.items():
-        inside = cls.__module__.startswith(path) if path.endswith(".") else cls.__module__ == path
-        if inside and cls.__name__ == name:
+        if cls.__module__.startswith(path) and cls.__name__ == name:
             return names
-    return None
+    return _REGISTERED.get(cls)
 
 
 def _is_silu(module: nn.Module) -> bool:
@@ -297,7 +300,7 @@ def _blank(cls: type, names: Names) -> Any:
 def _spannable(x: torch.Tensor, layers: list[Any]) -> bool:
     first = layers[0]
     return (
-        not (torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type))
+        not autocasts(x)
         and first.recipe.output is not None
         and not any(getattr(module_hooks, name) for name in _GLOBAL_HOOKS)
         and all(

@@ -36,9 +36,19 @@ class _Entry:
 
 
 @dataclass
+class _Cast:
+    """A copy of a parameter in autocast's dtype, as long as that very tensor lives."""
+
+    copy: weakref.ref[torch.Tensor]
+    master: weakref.ref[torch.Tensor]
+    version: int
+
+
+@dataclass
 class _Cache:
     debug: bool
     parameters: dict[_Place, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    casts: dict[int, _Cast] = field(default_factory=dict)
     entries: dict[tuple[Any, ...], _Entry] = field(default_factory=dict)
 
 
@@ -79,10 +89,11 @@ def cached(weights: Sequence[torch.Tensor], key: tuple[Hashable, ...], make: Cal
     if torch.compiler.is_compiling() or not _active or capturing() or any(w.is_inference() for w in weights):
         return make()
     cache = _active[-1]
-    places = tuple(_place(w) for w in weights)
-    if not all(_is_parameter(cache, w, place) for w, place in zip(weights, places, strict=True)):
+    sources = [_source(cache, w) for w in weights]
+    if any(source is None for source in sources):
         return make()
-    entry, version = cache.entries.get((places, key)), sum(w._version for w in weights)
+    places, versions = zip(*(source for source in sources if source is not None), strict=True)
+    entry, version = cache.entries.get((places, key)), sum(versions)
     if entry is None or entry.version != version:
         checksum = _checksum(weights) if cache.debug else None
         entry = cache.entries[(places, key)] = _Entry(version, make(), checksum)
@@ -98,20 +109,51 @@ def _place(weight: torch.Tensor) -> _Place:
     return (weight.data_ptr(), tuple(weight.shape), weight.stride(), weight.dtype)
 
 
-def _is_parameter(cache: _Cache, weight: torch.Tensor, place: _Place) -> bool:
-    """Whether ``weight`` is a parameter, or lies where a living parameter that was seen here lies.
+def _source(cache: _Cache, weight: torch.Tensor) -> tuple[_Place, int] | None:
+    """Where the parameter behind ``weight`` lies and its version; None if there is no parameter behind it.
 
-    Backward under activation checkpointing gets its weight detached: another object, the same memory and
-    version counter.
+    That is the parameter itself, a view of it (an expert weight transposed twice), its copy by autocast, or
+    another tensor in the place of one that was seen here: backward under activation checkpointing gets its
+    weight detached, another object with the same memory and version counter.
     """
-    if isinstance(weight, torch.nn.Parameter):
-        known = cache.parameters.get(place)
-        if known is None or known() is not weight:
-            cache.parameters[place] = weakref.ref(weight)
-            cache.entries = {k: e for k, e in cache.entries.items() if place not in k[0]}
-        return True
+    cast = cache.casts.get(id(weight))
+    if cast is not None and cast.copy() is weight:
+        master = cast.master()
+        if master is None or master._version != cast.version:
+            return None
+        place = (*_place(master), weight.dtype)
+        _remember(cache, place, master)
+        return place, cast.version
+    place = _place(weight)
+    owner = weight if weight._base is None else weight._base
+    if isinstance(owner, torch.nn.Parameter):
+        _remember(cache, place, owner)
+        return place, weight._version
     known = cache.parameters.get(place)
-    return known is not None and known() is not None
+    return (place, weight._version) if known is not None and known() is not None else None
+
+
+def _remember(cache: _Cache, place: _Place, owner: torch.Tensor) -> None:
+    """Note whose place this is; what another parameter left there before is forgotten."""
+    known = cache.parameters.get(place)
+    if known is None or known() is not owner:
+        cache.parameters[place] = weakref.ref(owner)
+        cache.entries = {k: e for k, e in cache.entries.items() if place not in k[0]}
+
+
+def cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``weight.to(dtype)``, known to the cache as that parameter's."""
+    copy = weight.to(dtype)
+    if (
+        not torch.compiler.is_compiling()
+        and _active
+        and isinstance(weight, torch.nn.Parameter)
+        and copy is not weight
+    ):
+        cache, version = _active[-1], weight._version
+        cache.casts = {i: c for i, c in cache.casts.items() if c.copy() is not None}
+        cache.casts[id(copy)] = _Cast(weakref.ref(copy), weakref.ref(weight), version)
+    return copy
 
 
 def _checksum(weights: Sequence[torch.Tensor]) -> torch.Tensor:
