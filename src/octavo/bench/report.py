@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from octavo import __version__, hardware
+from octavo import hardware
 from octavo.bench import peers, timing
 
 Result = dict[str, Any]
@@ -38,10 +38,8 @@ def machine() -> Result:
 
 def versions() -> Result:
     """Versions of what was timed."""
-    import triton
-
-    found = {"octavo": __version__, "torch": torch.__version__, "triton": triton.__version__}
-    return {**found, "peers": peers.versions()}
+    installed = {name: version for name, version in hardware.versions().items() if version is not None}
+    return {**installed, "peers": peers.versions()}
 
 
 def results(suite: str, command: str, protocol: str, on: Result, cases: list[Result]) -> Result:

@@ -58,7 +58,7 @@ def l2_bytes() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
 
 
-def copies(input_bytes: int, most: int = 64) -> int:
+def copies(input_bytes: int, most: int = 2048) -> int:
     """How many copies of the inputs total at least four times the L2 cache (at least 2)."""
     return max(2, min(most, math.ceil(4 * l2_bytes() / max(1, input_bytes))))
 

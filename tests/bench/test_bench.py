@@ -1,0 +1,165 @@
+"""Suites, the runner and the results files, without timing anything."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.bench import cases, main, published, report, timing
+from octavo.bench.timing import Contender
+from octavo.operators.rms_norm import plan as norm_plans
+from octavo.operators.topk import plan as topk_plans
+
+
+def _case(answer: float, **contenders: Contender) -> cases.Case:
+    def check(inputs, result) -> None:
+        assert torch.equal(result, inputs[0] * 2), "not doubled"
+
+    return cases.Case(
+        group="doubling",
+        case="fp32 4",
+        bytes=32,
+        flops=0,
+        make=lambda: (torch.ones(4),),
+        contenders={
+            "octavo": Contender(lambda x: x * answer),
+            "aten": Contender(lambda x: x + x),
+            **contenders,
+        },
+        check=check,
+        taken=lambda inputs: True,
+    )
+
+
+@pytest.fixture
+def _timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "copies", lambda size: 3)
+    monkeypatch.setattr(
+        timing, "replay_ms", lambda functions, sets, rounds: {n: float(len(sets)) for n in functions}
+    )
+    monkeypatch.setattr(timing, "events_ms", lambda functions, sets: dict.fromkeys(functions, 1.0))
+    monkeypatch.setattr(main, "HOST_LIMIT_MS", 10.0)
+
+
+@pytest.mark.usefixtures("_timed")
+def test_a_case_is_checked_before_it_is_timed() -> None:
+    with pytest.raises(AssertionError, match="not doubled"):
+        main.run_case(_case(3.0), compile=False, host=False)
+    entry = main.run_case(_case(2.0), compile=False, host=False)
+    assert entry["ms"] == {"octavo": 3.0, "aten": 3.0}
+    assert entry["checked"]
+    assert entry["taken"]
+    assert "host_us" not in entry
+
+
+@pytest.mark.usefixtures("_timed")
+def test_a_peer_that_cannot_run_is_skipped_with_its_reason() -> None:
+    def broken(x):
+        raise RuntimeError("rows of more than 64 KB\nand more")
+
+    entry = main.run_case(_case(2.0, liger=Contender(broken)), compile=False, host=False)
+    assert entry["skipped"] == {"liger": "rows of more than 64 KB"}
+    assert set(entry["ms"]) == {"octavo", "aten"}
+
+
+def test_results_file_and_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "versions", lambda: {"octavo": "0", "torch": "2.11", "peers": {}})
+    entries = [
+        {
+            "group": "g",
+            "case": f"c{i}",
+            "ms": {"octavo": 0.01, "aten": 0.01 * r},
+            "bytes": 21_000_000,
+            "flops": 0,
+            "taken": True,
+        }
+        for i, r in enumerate((2.0, 8.0))
+    ]
+    content = report.results(
+        "topk", "octavo bench topk", "p", {"gpu": "NVIDIA H200", "copy_gb_s": 4200}, entries
+    )
+    path = report.write(content, tmp_path)
+    assert path.name == "topk-h200.json"
+    assert json.loads(path.read_text()) == content
+    text = report.summary(content)
+    assert "Geometric mean over aten: 4.00" in text
+    assert "| c0 | yes | 10.0 us | 20.0 us | 50% | 2.00 |" in text
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [("NVIDIA H200", "h200"), ("AMD Instinct MI300X", "mi300x"), ("NVIDIA H100 80GB HBM3", "h100")],
+)
+def test_card_names(gpu: str, name: str) -> None:
+    assert report.card_name(gpu) == name
+
+
+def test_geomean() -> None:
+    assert report.geomean([2.0, 8.0]) == pytest.approx(4.0)
+    assert math.isnan(report.geomean([]))
+
+
+def test_suites_hold_the_published_cases() -> None:
+    topk = cases.cases("topk")
+    norm = cases.cases("rmsnorm")
+    count = lambda members, group: sum(case.group == group for case in members)  # noqa: E731
+    assert count(topk, "published_small_k") == len(published.TOPK_SMALL_K) == 10
+    assert count(topk, "published_radix") == len(published.TOPK_RADIX) == 23
+    assert (
+        count(norm, "published_forward") == count(norm, "published_backward") == len(published.RMS_NORM) == 22
+    )
+    for members in (topk, norm):
+        names = [(case.group, case.case) for case in members]
+        assert len(set(names)) == len(names)
+        assert all(case.bytes > 0 for case in members)
+    (row,) = [case for case in topk if case.case == "fp32 4096x4096 k=8"]
+    assert row.bytes == 4096 * 4096 * 4 + 4096 * 8 * 12
+
+
+def test_unknown_suite_is_named() -> None:
+    with pytest.raises(ValueError, match="unknown suite 'sort'; choose from rmsnorm, topk"):
+        cases.cases("sort")
+
+
+def test_every_published_shape_has_a_topk_plan_that_covers_it() -> None:
+    for m, n, k in (
+        *published.TOPK_SMALL_K,
+        *published.TOPK_RADIX,
+        (1, 1, 1),
+        (3, 257, 200),
+        (1, 2**24, 2048),
+    ):
+        for itemsize in (2, 4):
+            plan = topk_plans.choose(m, n, k, itemsize, 264)
+            assert plan.kp >= k
+            if isinstance(plan, topk_plans.ListPlan):
+                assert plan.lanes * plan.kp * plan.blocks >= n
+            elif isinstance(plan, topk_plans.ThresholdPlan):
+                assert plan.chunk * plan.chunks >= n
+                assert plan.chunks <= 32
+                assert plan.cap >= plan.kp
+                assert plan.chunk % plan.groups == 0
+                assert plan.groups >= k
+            else:
+                assert plan.splits * plan.span >= n
+                assert n - (plan.splits - 1) * plan.span >= k
+                assert min(plan.groups, plan.cap) >= 2 * k
+
+
+def test_every_norm_shape_has_plans_that_cover_it() -> None:
+    for _, m, n in (*published.RMS_NORM, ("", 1, 1), ("", 1, 2**20), ("", 65536, 128), ("", 5, 257)):
+        for itemsize in (2, 4):
+            for plan in (
+                norm_plans.choose_forward(m, n, itemsize, 264),
+                norm_plans.choose_backward(m, n, itemsize, 264),
+            ):
+                if isinstance(plan, norm_plans.RowsPlan):
+                    assert plan.c * plan.chunks >= n
+                    assert plan.c * (plan.chunks - 1) < n
+                elif isinstance(plan, norm_plans.SplitPlan):
+                    assert plan.splits * plan.span >= n
+                    assert plan.span % plan.c == 0
