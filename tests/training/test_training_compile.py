@@ -216,6 +216,29 @@ def test_b29_three_projections_quantize_their_input_once(recipe: str) -> None:
     assert backward == 3
 
 
+@pytest.mark.parametrize("recipe", QUANTIZED_RECIPES)
+def test_weights_are_quantized_for_backward_in_backward(recipe: str) -> None:
+    """Else the compiled forward would keep an 8-bit copy of every weight for it."""
+    graphs = []
+
+    def record(module: torch.fx.GraphModule, _: object):
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    backend = aot_autograd(
+        fw_compiler=record, bw_compiler=record, partition_fn=min_cut_rematerialization_partition
+    )
+    model = Projections()
+    octavo.convert(model, recipe)
+    outs = torch.compile(model, backend=backend, fullgraph=True)(torch.randn(2, 16, 64, requires_grad=True))
+    sum(out.sum() for out in outs).backward()
+    turned = [
+        sum(str(n.target) == "octavo.quantize.default" and n.args[2] is True for n in graph.nodes)
+        for graph in graphs
+    ]
+    assert turned == [0, 3]
+
+
 def activation_quantizations(graph: torch.fx.Graph) -> int:
     """Quantize nodes whose operand is not a parameter of the graph itself."""
     return sum(

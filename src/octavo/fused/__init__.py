@@ -19,7 +19,12 @@ Optional2 = tuple[ScaledTensor | None, ScaledTensor | None]
 
 
 def quantize_concat(
-    xs: Sequence[torch.Tensor], dim: int, fmt: Format | None, transposed_fmt: Format | None = None
+    xs: Sequence[torch.Tensor],
+    dim: int,
+    fmt: Format | None,
+    transposed_fmt: Format | None = None,
+    *,
+    after: torch.Tensor | None = None,
 ) -> Optional2:
     """Quantize the concatenation of matrices without making it.
 
@@ -27,6 +32,7 @@ def quantize_concat(
         xs: matrices of one dtype, equal in every dimension but ``dim`` (0 or 1).
         fmt: format of the concatenation X [M, K], or None.
         transposed_fmt: format of its transpose [K, M], or None.
+        after: as in :func:`octavo.quantize`.
 
     Returns:
         The operands asked for, as ``quantize(torch.cat(xs, dim), ...)`` gives them.
@@ -39,7 +45,9 @@ def quantize_concat(
         raise ValueError(
             f"quantize_concat joins matrices of one dtype along {dim}; got {[(tuple(x.shape), x.dtype) for x in xs]}"
         )
-    data, scale, data_t, scale_t = torch.ops.octavo.quantize_concat(xs, dim, _key(fmt), _key(transposed_fmt))
+    data, scale, data_t, scale_t = torch.ops.octavo.quantize_concat(
+        xs, dim, _key(fmt), _key(transposed_fmt), after
+    )
     return _wrap(data, scale, fmt), _wrap(data_t, scale_t, transposed_fmt)
 
 
@@ -112,7 +120,9 @@ def _fake_pair(x: torch.Tensor, shape: tuple[int, ...], key: str) -> tuple[torch
     )
 
 
-def _fake_concat(xs: list[torch.Tensor], dim: int, key: str, key_t: str) -> tuple[torch.Tensor, ...]:
+def _fake_concat(
+    xs: list[torch.Tensor], dim: int, key: str, key_t: str, after: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
     joined = sum(x.shape[dim] for x in xs)
     m, k = (joined, xs[0].shape[1]) if dim == 0 else (xs[0].shape[0], joined)
     return *_fake_pair(xs[0], (m, k), key), *_fake_pair(xs[0], (k, m), key_t)
@@ -131,8 +141,9 @@ def _fake_backward(
 
 
 library.define(
-    "quantize_concat(Tensor[] xs, int dim, str format, str transposed_format) -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda xs, dim, key, key_t: _filled(
+    "quantize_concat(Tensor[] xs, int dim, str format, str transposed_format, Tensor? after=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    lambda xs, dim, key, key_t, after=None: _filled(
         xs[0], dispatch.run("quantize_concat", xs, dim, _format(key), _format(key_t))
     ),
     _fake_concat,

@@ -13,7 +13,9 @@ __all__ = ["alignment", "dequantize", "quantize", "quantize_both", "quantize_gro
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def quantize(x: torch.Tensor, fmt: Format, *, transpose: bool = False) -> ScaledTensor:
+def quantize(
+    x: torch.Tensor, fmt: Format, *, transpose: bool = False, after: torch.Tensor | None = None
+) -> ScaledTensor:
     """Quantize ``x`` along its last two dimensions.
 
     Args:
@@ -22,6 +24,9 @@ def quantize(x: torch.Tensor, fmt: Format, *, transpose: bool = False) -> Scaled
         fmt: any format on any device; :func:`octavo.hardware.native_format` gives the device's own.
         transpose: quantize ``x.mT`` instead: data [..., K, M], contiguous, so that a product which contracts
             over M finds it last.
+        after: a tensor that must exist before; not read. Backward passes its gradient here when it quantizes a
+            weight, since torch.compile's partitioner would otherwise move that into the forward and keep an
+            8-bit copy of every weight until backward.
 
     Returns:
         A :class:`~octavo.ScaledTensor` with plain scale layout. Blocks at the edge may be partial.
@@ -31,7 +36,7 @@ def quantize(x: torch.Tensor, fmt: Format, *, transpose: bool = False) -> Scaled
         ValueError: for fewer than two dimensions, or MXFP4 with an odd last dimension.
     """
     _check(x, fmt, transpose)
-    data, scale = torch.ops.octavo.quantize(x.detach(), fmt.key, transpose)
+    data, scale = torch.ops.octavo.quantize(_constant(x), fmt.key, transpose, after)
     return ScaledTensor(data, scale, fmt)
 
 
@@ -45,7 +50,7 @@ def quantize_both(
     transposed_fmt = transposed_fmt or fmt
     _check(x, fmt, False)
     _check(x, transposed_fmt, True)
-    data, scale, data_t, scale_t = torch.ops.octavo.quantize_both(x.detach(), fmt.key, transposed_fmt.key)
+    data, scale, data_t, scale_t = torch.ops.octavo.quantize_both(_constant(x), fmt.key, transposed_fmt.key)
     return ScaledTensor(data, scale, fmt), ScaledTensor(data_t, scale_t, transposed_fmt)
 
 
@@ -78,7 +83,7 @@ def quantize_grouped(
     check_offs(x, offs)
     # Transposed, groups are padded to a multiple of the block, so an odd number of rows is no obstacle.
     _check(x, fmt, transpose, packs=not transpose)
-    x = x.detach()
+    x = _constant(x)
     if not transpose:
         if fmt.granularity != "tensorwise":
             if fmt.block[0] != 1:
@@ -111,6 +116,11 @@ def dequantize(x: ScaledTensor, dtype: torch.dtype = torch.float32) -> torch.Ten
     if x.group_ends is not None or x.layout.value == "swizzled_32_4_4":
         raise ValueError(f"{x!r} has {x.layout.value} scales or padded groups: dequantize its plain form")
     return reference.dequantize(x.data, x.scale, x.format, dtype)
+
+
+def _constant(x: torch.Tensor) -> torch.Tensor:
+    # Quantized operands have no gradient; inside an autograd Function nothing would record one anyway.
+    return x.detach() if torch.is_grad_enabled() and x.requires_grad else x
 
 
 def _check(x: torch.Tensor, fmt: Format, transpose: bool, packs: bool = True) -> None:
@@ -173,9 +183,9 @@ def _fake_groups(
 
 
 library.define(
-    "quantize(Tensor x, str format, bool transpose) -> (Tensor, Tensor)",
-    lambda x, key, transpose: dispatch.run("quantize", x, Format.from_key(key), transpose),
-    lambda x, key, transpose: _fake(x, Format.from_key(key), transpose),
+    "quantize(Tensor x, str format, bool transpose, Tensor? after=None) -> (Tensor, Tensor)",
+    lambda x, key, transpose, after=None: dispatch.run("quantize", x, Format.from_key(key), transpose),
+    lambda x, key, transpose, after=None: _fake(x, Format.from_key(key), transpose),
 )
 library.define(
     "quantize_both(Tensor x, str format, str transposed_format) -> (Tensor, Tensor, Tensor, Tensor)",

@@ -19,7 +19,7 @@ from octavo.formats import Format, ScaledTensor
 from octavo.matmul import grouped_mm as grouped_mm_hp
 from octavo.matmul import scaled_grouped_mm, scaled_mm
 from octavo.quantize import alignment, quantize, quantize_both, quantize_grouped
-from octavo.training.observe import observe, unless_recomputing
+from octavo.training.observe import observe
 from octavo.training.recipes import Product, Recipe
 from octavo.training.shared import share
 from octavo.training.weight_cache import cast_weight, quantize_weight
@@ -149,15 +149,14 @@ class _Linear(torch.autograd.Function):
         saved_fmt = grad_weight.b if grad_weight is not None and needs_weight else None
         formats = (output and output.a, saved_fmt)
         a, saved = share(x, formats, lambda: both(rows, *formats))
-        seen = unless_recomputing(stats)
-        observe(seen, "grad_weight", 1, rows, saved, transpose=True)
+        observe(stats, "grad_weight", 1, rows, saved, transpose=True)
         if output is None:
             out = torch.nn.functional.linear(rows, weight, bias)
         else:
             assert a is not None
             b = quantize_weight(weight, output.b)
-            observe(seen, "output", 0, rows, a)
-            observe(seen, "output", 1, weight, b)
+            observe(stats, "output", 0, rows, a)
+            observe(stats, "output", 1, weight, b)
             out = scaled_mm(a, b, bias=bias, out_dtype=x.dtype, fast_accum=output.fast_accum)
         save(ctx, rows if needs_weight else rows.new_empty(0), saved, weight)
         ctx.recipe, ctx.stats, ctx.x_shape = recipe, stats, x.shape
@@ -194,7 +193,7 @@ def _grad_input(
 ) -> torch.Tensor:
     if product is None or a is None:
         return g @ weight
-    b = quantize_weight(weight, product.b, transpose=True)
+    b = quantize_weight(weight, product.b, transpose=True, after=g)
     observe(stats, "grad_input", 0, g, a)
     observe(stats, "grad_input", 1, weight, b, transpose=True)
     return scaled_mm(a, b, out_dtype=g.dtype, fast_accum=product.fast_accum)
@@ -222,8 +221,8 @@ class _GroupedLinear(torch.autograd.Function):
             out = grouped_mm_hp(x, weight, offs, bias=bias)
         else:
             a, b = quantize_grouped(x, offs, output.a), quantize_weight(weight, output.b)
-            observe(unless_recomputing(stats), "output", 0, x, a)
-            observe(unless_recomputing(stats), "output", 1, weight, b)
+            observe(stats, "output", 0, x, a)
+            observe(stats, "output", 1, weight, b)
             out = scaled_grouped_mm(a, b, offs, bias=bias, out_dtype=x.dtype, fast_accum=output.fast_accum)
         save(ctx, x if needs_weight else x.new_empty(0), saved, weight, offs)
         ctx.recipe, ctx.stats = recipe, stats
@@ -251,7 +250,7 @@ def _grouped_grad_input(
 ) -> torch.Tensor:
     if product is None:
         return grouped_mm_hp(g, weight.mT.contiguous(), offs)
-    a, b = quantize_grouped(g, offs, product.a), quantize_weight(weight, product.b, transpose=True)
+    a, b = quantize_grouped(g, offs, product.a), quantize_weight(weight, product.b, transpose=True, after=g)
     observe(stats, "grad_input", 0, g, a)
     observe(stats, "grad_input", 1, weight, b, transpose=True)
     return scaled_grouped_mm(a, b, offs, out_dtype=g.dtype, fast_accum=product.fast_accum)

@@ -19,7 +19,7 @@ class OperandStats:
     """One operand of one product of one layer, over the watched steps since the last :meth:`Monitor.reset`.
 
     ``amax`` is over finite values; ``saturated`` is the share of elements clipped by more than half a step,
-    ``underflowed`` the share of non-zero elements that became zero, ``nonfinite`` a count, ``sqnr_db`` the
+    ``underflowed`` the share of non-zero elements that became zero, ``nonfinite`` the share of NaN and inf, ``sqnr_db`` the
     signal over the quantization error in dB (inf where nothing was lost).
     """
 
@@ -29,7 +29,7 @@ class OperandStats:
     amax: float
     saturated: float
     underflowed: float
-    nonfinite: int
+    nonfinite: float
     sqnr_db: float
 
 
@@ -103,7 +103,7 @@ class Monitor:
         rows = [("layer", "product", "operand", "amax", "saturated", "underflowed", "nonfinite", "SQNR dB")]
         rows += [
             (s.layer, s.product, s.operand, f"{s.amax:.4g}", f"{s.saturated:.2%}", f"{s.underflowed:.2%}",
-             str(s.nonfinite), f"{s.sqnr_db:.1f}")
+             f"{s.nonfinite:.2%}" if s.nonfinite else "0", f"{s.sqnr_db:.1f}")
             for s in self.read()
         ]  # fmt: skip
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -116,7 +116,7 @@ def _operand(layer: str, product: str, operand: str, cell: list[float]) -> Opera
     sqnr = math.inf if noise == 0 else 10 * math.log10(signal / noise) if signal > 0 else -math.inf
     return OperandStats(
         layer, product, operand, value["amax"], value["saturated"] / value["elements"],
-        value["underflowed"] / max(value["nonzero"], 1.0), int(value["nonfinite"]), sqnr,
+        value["underflowed"] / max(value["nonzero"], 1.0), value["nonfinite"] / value["elements"], sqnr,
     )  # fmt: skip
 
 

@@ -22,13 +22,6 @@ def new_stats(device: torch.device) -> torch.Tensor:
     return torch.zeros(len(PRODUCTS), 2, len(FIELDS), dtype=torch.float64, device=device)
 
 
-def unless_recomputing(stats: torch.Tensor | None) -> torch.Tensor | None:
-    """``stats`` for what a forward pass sees; None while backward runs a checkpointed forward again."""
-    if stats is None or torch.compiler.is_compiling():
-        return stats
-    return None if torch._C._current_graph_task_id() != -1 else stats
-
-
 def observe(
     stats: torch.Tensor | None,
     product: str,

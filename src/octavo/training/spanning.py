@@ -20,7 +20,7 @@ from octavo.fused.reference import swiglu
 from octavo.matmul import scaled_mm
 from octavo.training.autograd import Stats, autocasts, both, flat, restore, save, without_autocast
 from octavo.training.modules import Linear
-from octavo.training.observe import observe, unless_recomputing
+from octavo.training.observe import observe
 from octavo.training.recipes import PRODUCTS, Product, Recipe, get_recipe
 from octavo.training.weight_cache import cached, quantize_weight
 
@@ -104,14 +104,13 @@ class _MLP(torch.autograd.Function):
         activation = swiglu_quantize(h, output.a)
         down = quantize_weight(w2, output.b)
         out = scaled_mm(activation, down, out_dtype=x.dtype, fast_accum=output.fast_accum)
-        seen1, seen3, seen2 = (unless_recomputing(stats) for stats in (stats1, stats3, stats2))
-        for stats, weight, start in ((seen1, w1, 0), (seen3, w3, w1.shape[0])):
+        for stats, weight, start in ((stats1, w1, 0), (stats3, w3, w1.shape[0])):
             observe(stats, "output", 0, rows, a)
             observe(stats, "output", 1, weight, _part(w13, 0, start, w1.shape[0]))
             observe(stats, "grad_weight", 1, rows, saved, transpose=True)
-        if seen2 is not None:
-            observe(seen2, "output", 0, swiglu(h).to(h.dtype), activation)
-            observe(seen2, "output", 1, w2, down)
+        if stats2 is not None:
+            observe(stats2, "output", 0, swiglu(h).to(h.dtype), activation)
+            observe(stats2, "output", 1, w2, down)
         save(ctx, rows if needs_up else rows.new_empty(0), saved, h, w1, w3, w2)
         ctx.recipe, ctx.x_shape, ctx.stats = recipe, x.shape, (stats1, stats3, stats2)
         return out.view(*x.shape[:-1], w2.shape[0])
@@ -145,7 +144,7 @@ def _mlp_backward(
     up_weight = grad_weight if needs_up else None
     down_weight = grad_weight if needs_down else None
     a, a_t = both(g, grad_input and grad_input.a, down_weight and down_weight.a)
-    down = None if grad_input is None else quantize_weight(w2, grad_input.b, transpose=True)
+    down = None if grad_input is None else quantize_weight(w2, grad_input.b, transpose=True, after=g)
     da = _product(a, down, grad_input, lambda: g @ w2, g.dtype)
     dh_rows, dh_t, act_t, dh, act = swiglu_backward_quantize(
         h, da, grad_input and grad_input.a, up_weight and up_weight.a, down_weight and down_weight.b,
@@ -153,7 +152,7 @@ def _mlp_backward(
     )  # fmt: skip
     dx = dw13 = dw2 = up = None
     if needs_x:
-        up = None if grad_input is None else _gate_up(w1, w3, grad_input.b, transpose=True)
+        up = None if grad_input is None else _gate_up(w1, w3, grad_input.b, after=g)
         dx = _product(dh_rows, up, grad_input, lambda: dh @ torch.cat((w1, w3)), g.dtype).view(ctx.x_shape)
     if needs_up:
         dw13 = _product(dh_t, saved, grad_weight, lambda: dh.T @ _present(rows), w1.dtype)
@@ -189,11 +188,15 @@ def _observe_backward(
     observe(all_stats[2], "grad_weight", 1, activation[0], activation[1], transpose=True)
 
 
-def _gate_up(w1: torch.Tensor, w3: torch.Tensor, fmt: Format, transpose: bool = False) -> ScaledTensor:
-    """[w1; w3] quantized as one matrix [2 F, D], or its transpose."""
+def _gate_up(
+    w1: torch.Tensor, w3: torch.Tensor, fmt: Format, after: torch.Tensor | None = None
+) -> ScaledTensor:
+    """[w1; w3] quantized as one matrix [2 F, D]; with ``after``, in backward, its transpose."""
+    transpose = after is not None
 
     def make() -> ScaledTensor:
-        direct, turned = quantize_concat((w1, w3), 0, None if transpose else fmt, fmt if transpose else None)
+        formats = (None, fmt) if transpose else (fmt, None)
+        direct, turned = quantize_concat((w1, w3), 0, *formats, after=after)
         return _present(turned if transpose else direct)
 
     return cached((w1, w3), (fmt.key, transpose), make)

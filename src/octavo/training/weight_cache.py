@@ -75,9 +75,12 @@ def accumulate(*, debug: bool = False) -> Iterator[None]:
         hook.remove()
 
 
-def quantize_weight(weight: torch.Tensor, fmt: Format, transpose: bool = False) -> ScaledTensor:
-    """``quantize(weight, fmt, transpose=transpose)``, from the cache where that is on and still true."""
-    return cached((weight,), (fmt.key, transpose), lambda: quantize(weight, fmt, transpose=transpose))
+def quantize_weight(
+    weight: torch.Tensor, fmt: Format, transpose: bool = False, after: torch.Tensor | None = None
+) -> ScaledTensor:
+    """``quantize`` with these arguments, from the cache where that is on and still true."""
+    make = lambda: quantize(weight, fmt, transpose=transpose, after=after)  # noqa: E731
+    return cached((weight,), (fmt.key, transpose), make)
 
 
 def cached(weights: Sequence[torch.Tensor], key: tuple[Hashable, ...], make: Callable[[], T]) -> T:
