@@ -1,6 +1,7 @@
 # make train   train the debug model in high precision and in FP8, compare them
 # make test    the whole test suite
 # make check   what every commit must pass: lint, types, fast tests
+# make test-amd   every AMD code object: compiled, inspected, executed
 # make setup   the virtual environment in .venv, alone
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ OUT ?= runs/train
 # Two test processes of one thread each fill a small machine without fighting over its cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: setup train test check lint fast clean
+.PHONY: setup train test test-amd check lint fast clean
 
 setup: $(STAMP)
 
@@ -33,6 +34,9 @@ test: setup
 
 fast: setup
 	$(PYTEST) -m 'not slow'
+
+test-amd: setup
+	$(PYTEST) -m amd tests/amd
 
 lint: setup
 	$(BIN)/ruff check .

@@ -19,8 +19,8 @@ class OperandStats:
     """One operand of one product of one layer, over the watched steps since the last :meth:`Monitor.reset`.
 
     ``amax`` is over finite values; ``saturated`` is the share of elements clipped by more than half a step,
-    ``underflowed`` the share of non-zero elements that became zero, ``nonfinite`` the share of NaN and inf, ``sqnr_db`` the
-    signal over the quantization error in dB (inf where nothing was lost).
+    ``underflowed`` the share of non-zero elements that became zero, ``nonfinite`` the share of NaN and inf,
+    ``sqnr_db`` the signal over the quantization error in dB (inf where nothing was lost).
     """
 
     layer: str
