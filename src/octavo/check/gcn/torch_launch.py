@@ -40,7 +40,7 @@ def executing(target: str) -> Iterator[list[Report]]:
         values = {**dict(zip(names, arguments, strict=False)), **keywords}
         special = specialize(function, arguments, keywords)
         code = _compiled(_Key(special, target))
-        sizes = grid(values) if callable(grid) else grid
+        sizes: Any = grid(values) if callable(grid) else grid
         report = launch(code, tuple(sizes), [_argument(values[name]) for name in special.signature])
         report.raise_for_races()
         reports.append(report)
