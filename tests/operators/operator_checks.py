@@ -103,13 +103,13 @@ def topk_large() -> int:
 
 def topk_layouts() -> int:
     """Strided last dimension, N-D, another dimension, expanded rows, one dimension."""
-    base = nasty_rows(120, torch.float32)[:6]
-    cases = [base[:, ::2], base.view(2, 3, 120), base[:1].expand(4, 120), base[0], base.t().contiguous().t()]
+    base = nasty_rows(120, torch.float32)[[0, 2, 4, 5]]
+    cases = [base[:, ::2], base.view(2, 2, 120), base[:1].expand(2, 120), base[0], base.t().contiguous().t()]
     for x in cases:
         check_topk(x, 5, True, None)
-    check_topk(cases[0][:3], 40, False, None)
+    check_topk(cases[0][:2], 40, False, None)
     for dim in (0, 1, -2):
-        x = base.view(2, 3, 120)[..., :6]
+        x = base.view(2, 2, 120)[..., :4]
         got = topk.topk(x, 2, dim)
         expected = topk_reference.topk(x, 2, dim)
         assert got[0].is_contiguous()
@@ -122,7 +122,9 @@ def _close(name: str, got: torch.Tensor, expected: torch.Tensor, dtype: torch.dt
     rtol = {torch.float32: 2e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
     error = (got.double() - expected.double()).abs()
     allowed = 4 * rtol + rtol * expected.double().abs()
-    assert bool((error <= allowed).all()), f"{name}: off by {error.max().item():.3g}, allowed about {4 * rtol:.3g}"
+    assert bool((error <= allowed).all()), (
+        f"{name}: off by {error.max().item():.3g}, allowed about {4 * rtol:.3g}"
+    )
 
 
 def check_norm(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -169,7 +170,7 @@ def test_rms_norm_autograd() -> None:
     grads = []
     for on in (False, True):
         leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
-        with operators.enabled("rms_norm", force=True) if on else operators.enabled("topk"):
+        with operators.enabled("rms_norm", force=True) if on else contextlib.nullcontext():
             torch.nn.functional.rms_norm(leaves[0], (256,), leaves[1], 1e-6).sum().backward()
         grads.append([leaf.grad for leaf in leaves])
     for a, b in zip(*grads):
@@ -206,7 +207,7 @@ def test_opinfo(name: str, dtype: torch.dtype) -> None:
     for sample in op.sample_inputs("cuda", dtype, requires_grad=grad):
         results = []
         for on in (False, True):
-            with operators.enabled(force=True) if on else operators.enabled("topk"):
+            with operators.enabled(force=True) if on else contextlib.nullcontext():
                 out = op(sample.input, *sample.args, **sample.kwargs)
                 out = [out] if isinstance(out, torch.Tensor) else list(out)
                 leaves = [sample.input, *sample.args, *sample.kwargs.values()]
@@ -219,11 +220,11 @@ def test_opinfo(name: str, dtype: torch.dtype) -> None:
             assert (a is None) == (b is None)
             if a is not None and (a.is_floating_point() or dtype == torch.int64):
                 torch.testing.assert_close(a, b)
-    for error in op.error_inputs("cuda"):
+    for error in op.error_inputs("cuda") if op.error_inputs_func is not None else ():
         found = []
         for on in (False, True):
             sample = error.sample_input
-            with operators.enabled(force=True) if on else operators.enabled("topk"):
+            with operators.enabled(force=True) if on else contextlib.nullcontext():
                 with pytest.raises(error.error_type) as caught:
                     op(sample.input, *sample.args, **sample.kwargs)
                 found.append((type(caught.value), str(caught.value)))
