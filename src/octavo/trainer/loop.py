@@ -111,15 +111,10 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor], device: torc
 
 
 def build_model(config: TrainConfig, recipe: str) -> tuple[nn.Module, int]:
-    """The model with weights from the seed in ``recipe``, and how many layers are in it: all but the output
-    head.
-
-    The rule says so in so many words: the defaults of ``octavo.convert`` also know a head by its vocabulary
-    size, which is the width of ``llama3-debug`` too.
-    """
+    """The model with weights from the seed in ``recipe``, and how many layers are in it: all but the head."""
     model = models.preset(config.model).build(config.device, DTYPES[config.dtype])
     model.init_weights(config.seed)
-    report = octavo.convert(model, recipe=recipe, rules=[(r"^layers\.", recipe)])
+    report = octavo.convert(model, recipe=recipe)
     return model, len(report.converted)
 
 
