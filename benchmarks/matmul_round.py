@@ -15,6 +15,7 @@ import json
 import math
 import os
 import statistics
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -257,14 +258,15 @@ def main() -> None:
     """Check, time, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for round.json and round.txt")
-    parser.add_argument("--jobs", type=int, default=12, help="processes that check at a time")
+    parser.add_argument("--jobs", type=int, default=16, help="processes that check at a time")
     parser.add_argument("--check-limit", type=float, default=150.0, help="seconds for all checks")
     parser.add_argument("--only", default="", help="only time jobs whose name contains this")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("TRITON_CACHE_DIR", str(options.out.resolve() / "triton-cache"))
+    scratch = Path(tempfile.mkdtemp(prefix="matmul-round-"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(scratch / "triton-cache"))
     every, started = jobs(), time.time()
-    results = run_checks(every, options.out, options.jobs, options.check_limit)
+    results = run_checks(every, scratch, options.jobs, options.check_limit)
     checked_at = time.time()
     timings = []
     for index, job in enumerate(every):
