@@ -33,11 +33,14 @@ LOADS = "s_mov_b64 s[20:21], s[4:5]\nglobal_load_dword v4, v1, s[4:5]\nglobal_lo
         ("global_load_dword v5, v1, s[4:5] offset:4\ns_waitcnt vmcnt(0)", False),  # in order again
         ("ds_read_b32 v5, v1\ns_waitcnt lgkmcnt(0) vmcnt(0)", True),  # different counters have no order
         ("global_store_dword v1, v4, s[6:7]", True),  # data not loaded yet
+        ("global_load_lds_dword v4, s[4:5]", True),  # address not loaded yet
+        ("global_load_dword v6, v4, s[4:5]", True),
         ("v_add_f32_e32 v6, v7, v8", False),
     ],
 )
 def test_vector_loads(after: str, raced: bool, target: str) -> None:
-    report = run(LOADS + after, target, np.zeros(80, np.uint32), np.zeros(64, np.uint32), lds=256)
+    setup = "s_mov_b32 m0, 0\n"
+    report = run(setup + LOADS + after, target, np.zeros(80, np.uint32), np.zeros(64, np.uint32), lds=256)
     assert [r.kind for r in report.races] == (["register"] if raced else [])
 
 

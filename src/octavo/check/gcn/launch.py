@@ -151,8 +151,11 @@ def _step(ins: Instruction, target: str) -> Step:
     keys = {k for o in ins.operands for k in o.keys}
     if "vcc" in ins.name or ins.name == "v_div_fmas_f32":
         keys |= {512 + VCC, 513 + VCC}
-    loads = in_order is not None and ("_load" in ins.name or "_read" in ins.name) and ins.operands
-    destination = frozenset(ins.operands[0].keys) if loads else frozenset()
+    loads = in_order is not None and ("_load" in ins.name or "_read" in ins.name)
+    to_lds = (
+        "_lds_" in ins.name or "lds" in ins.modifiers
+    )  # these have addresses only, no destination register
+    destination = frozenset(ins.operands[0].keys) if loads and not to_lds else frozenset()
     sources = {k for o in ins.operands[1:] for k in o.keys}
     run = build(ins, target)
     return Step(ins, run, frozenset(keys), destination - sources, in_order)
@@ -174,12 +177,13 @@ def launch(
     """
     if code.target not in TARGETS:
         raise ValueError(f"the executor runs {', '.join(TARGETS)} code, not {code.target}")
-    if code.lds_bytes > _LDS_LIMIT[code.target]:
-        raise ValueError(f"{code.lds_bytes} bytes of LDS exceed {code.target}'s {_LDS_LIMIT[code.target]}")
     sizes = (*(int(g) for g in grid), 1, 1)[:3]
     if len(grid) > 3 or min(sizes) < 0:
         raise ValueError(f"grid {tuple(grid)} must have one to three sizes that are not negative")
     program = parse(code.asm)
+    lds_bytes = max(code.lds_bytes, program.directives.get("group_segment_fixed_size", 0))
+    if lds_bytes > _LDS_LIMIT[code.target]:
+        raise ValueError(f"{lds_bytes} bytes of LDS exceed {code.target}'s {_LDS_LIMIT[code.target]}")
     steps = decode(program, code.target)
     _check_arguments(code, args)
     arrays = [a for a in args if isinstance(a, np.ndarray)]
@@ -192,7 +196,7 @@ def launch(
     with np.errstate(all="ignore"):
         for first in range(0, total, batch):
             ids = np.arange(first, min(first + batch, total))
-            _run_batch(code, program, steps, ids, sizes, space, kernarg, report, max_steps)
+            _run_batch(code, program, steps, ids, sizes, lds_bytes, space, kernarg, report, max_steps)
     space.store_back()
     return report
 
@@ -203,6 +207,7 @@ def _run_batch(
     steps: Sequence[Step],
     ids: np.ndarray,
     sizes: Sequence[int],
+    lds_bytes: int,
     space: GlobalMemory,
     kernarg: np.ndarray,
     report: Report,
@@ -212,7 +217,7 @@ def _run_batch(
     machine = Executor(program, steps, code.target, waves)
     machine.memory = space
     machine.workgroup = np.repeat(np.arange(len(ids)), code.num_warps)
-    machine.lds = LocalMemory(len(ids), code.lds_bytes, waves, code.target)
+    machine.lds = LocalMemory(len(ids), lds_bytes, waves, code.target)
     _initial_registers(machine, program, code, ids, sizes, space.address(kernarg))
     machine.execute(limit)
     known = set(report.races)
