@@ -217,6 +217,25 @@ def test_product(target: str, kind: str, dtype: Any, a_rows: bool, b_rows: bool,
     assert re.search(INSTRUCTIONS[kind], names), names
 
 
+@both_targets
+def test_product_of_two_fp8_formats(target: str) -> None:
+    """e5m2 by e4m3. Triton 3.6 gets this wrong on gfx942 (triton-lang/triton#9567, right since 3.7): it exchanges the
+    operands of the instruction but not their formats, which the executor must show."""
+    (a_name, a_type, _), (b_name, b_type, _) = BF8[target], FP8[target]
+    types = {"a": f"*{a_name}", "b": f"*{b_name}", "c": "*fp32"}
+    types |= dict.fromkeys(("M", "N", "K", "stride_an", "stride_bn"), "i32")
+    constants = {"BM": 64, "BN": 64, "BK": 64, "stride_ak": 1, "stride_bk": 1}
+    code = compile_kernel(kernels.matmul, target, types, constants, divisible=list(types))
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((64, 128)).astype(a_type), rng.standard_normal((64, 128)).astype(b_type)
+    out = np.zeros((64, 64), np.float32)
+    run(code, (1, 1), a, b, out, 64, 64, 128, 128, 128)
+    if target == "gfx942" and triton.__version__.startswith("3.6."):
+        assert product_error(out, a, b) > 0.01
+        a, b = a.view(np.uint8).view(b_type), b.view(np.uint8).view(a_type)
+    assert product_error(out, a, b) < 2.0**-22
+
+
 def pack_codes(x: np.ndarray, pack: int) -> np.ndarray:
     codes = x.view(np.uint8)
     return codes.copy() if pack == 1 else np.ascontiguousarray(codes[:, ::2] & 15 | codes[:, 1::2] << 4)

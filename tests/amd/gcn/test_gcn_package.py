@@ -62,7 +62,11 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @both_targets
 @pytest.mark.parametrize("pair", PAIRS)
-def test_scaled_mm(pair: str, target: str) -> None:
+def test_scaled_mm(pair: str, target: str, request: pytest.FixtureRequest) -> None:
+    if pair == "tensorwise e5m2" and target == "gfx942" and triton.__version__.startswith("3.6."):
+        # Triton 3.6 exchanges the operands but not their formats: triton-lang/triton#9567, right since 3.7.
+        reason = "Triton 3.6 miscompiles mixed FP8 products for gfx942 (triton-lang/triton#9567)"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     a_format, b_format = (format_of(side, target) for side in PAIRS[pair])
     a, b = quantized(normal(M, K), a_format), quantized(normal(N, K, seed=1), b_format)
     got = on(target, lambda: matmul_launch.scaled_mm(a, b, None, torch.bfloat16, False))
