@@ -23,8 +23,9 @@ from octavo.quantize.grouped import capacity, padded_ends
 from octavo.testing import outlier_matrix, sqnr, worst_row_sqnr
 
 FLOOR = 50.0
-ROUNDED_ROW_FLOOR = 45.0
-"""Of the worst row where outputs have 16 bits: one flipped rounding of a row's one outlier costs that much."""
+ROUNDED_ROW_FLOOR = 40.0
+"""Of the worst of thousands of rows where outputs have 16 bits: one flipped rounding of a row's one outlier costs
+that much (42.8 dB seen on an H200). One wrong scale of a row would leave about 12."""
 ROW, ONE = Format(E4M3FN, "rowwise", "power_of_two"), Format(E4M3FN, "tensorwise")
 BLOCK, SQUARE = Format(E4M3FN, "1x128"), Format(E4M3FN, "128x128")
 WIDE_ONE = Format(E5M2, "tensorwise")
@@ -276,7 +277,7 @@ def _graph() -> list[str]:
     with use_kernels(scaled_grouped_mm="reference"):
         expected = scaled_grouped_mm(a, b, offs)
     worst = worst_row_sqnr(out, expected)
-    if not worst >= FLOOR:
+    if not worst >= ROUNDED_ROW_FLOOR:
         faults.append(f"graph replay with other group ends: worst row {worst:.1f} dB")
     return faults
 

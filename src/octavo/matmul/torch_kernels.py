@@ -134,6 +134,8 @@ def why_not_scaled_grouped_mm(
     arch = hardware.architecture(a.device)
     if arch not in ("sm_90", "gfx942", "gfx950"):
         return f"no native grouped FP8 product on {arch}"
+    if arch == "sm_90" and fast_accum and hardware.has_triton():
+        return "measured slower than the Triton kernel on sm_90 with fast accumulation (docs/measured.md)"
     if a.format.granularity != "rowwise" or b.format.granularity != "rowwise":
         return f"rowwise scales alone, not {a.format.granularity} by {b.format.granularity}"
     if not (a.format.element.name.startswith("e4m3") and b.format.element.name.startswith("e4m3")):
