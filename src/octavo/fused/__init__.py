@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo import dispatch, library
+from octavo import dispatch, hardware, library
 from octavo.formats import Format, ScaledTensor
 
 __all__ = ["quantize_concat", "swiglu_backward_quantize", "swiglu_quantize"]
@@ -165,9 +165,18 @@ library.define(
 
 # ---- kernels ----------------------------------------------------------------------------------------------
 
+
+def _no_triton(x: torch.Tensor | Sequence[torch.Tensor], *_args: object) -> str | None:
+    return hardware.why_no_triton(x.device if isinstance(x, torch.Tensor) else x[0].device)
+
+
 dispatch.register(
+    *(
+        dispatch.Kernel(op, "triton", f"octavo.fused.triton_launch:{op}", _no_triton)
+        for op in ("quantize_concat", "swiglu_quantize", "swiglu_backward_quantize")
+    ),
     *(
         dispatch.Kernel(op, "reference", f"octavo.fused.reference:{op}", lambda *_: None)
         for op in ("quantize_concat", "swiglu_quantize", "swiglu_backward_quantize")
-    )
+    ),
 )

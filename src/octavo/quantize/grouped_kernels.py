@@ -10,8 +10,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.quantize.numerics_kernels import encode_and_scale, magnitude_bits, to_codes
-from octavo.quantize.triton_kernels import store_codes, store_scales
+from octavo.quantize.numerics_kernels import encode_and_scale, magnitude_bits, scaled_codes
+from octavo.quantize.triton_kernels import (
+    as_blocks,
+    block_amax,
+    store_direct,
+    store_scales,
+    store_turned,
+    tile_rows,
+)
 
 _BEYOND = tl.constexpr(0x7FFFFFFF)
 
@@ -52,15 +59,15 @@ def _wide(number):
 @triton.jit
 def group_amax(
     x, offs, amax, M, K, sm, sk, G, tiles_k,
-    ONE: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    ONE: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Amax bits of each group: [G] if ONE, else of each of its columns, [G, K]; starts at zero."""
     pid = tl.program_id(0)
     tile_m, tile_k = pid // tiles_k, pid % tiles_k
-    i = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    i = tile_rows(tile_m, BLOCK_M, R)
     j = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask = (i < M)[:, None] & (j < K)[None, :]
-    source = x + i.to(tl.int64)[:, None] * sm + j.to(tl.int64)[None, :] * sk
+    mask = (i < M)[:, :, None] & (j < K)[None, None, :]
+    source = x + i.to(tl.int64)[:, :, None] * sm + j.to(tl.int64)[None, None, :] * sk
     bits = magnitude_bits(tl.load(source, mask=mask, other=0.0))
     ends = _load_ends(offs, G, GROUPS)
     first = _group_of(ends, tile_m * BLOCK_M)
@@ -68,8 +75,8 @@ def group_amax(
     for group in range(first, last + 1):
         start = tl.load(offs + group - 1, mask=group > 0, other=0)
         end = tl.load(offs + group)
-        inside = ((i >= start) & (i < end))[:, None]
-        columns = tl.max(tl.where(inside, bits, 0), 0)
+        inside = ((i >= start) & (i < end))[:, :, None]
+        columns = tl.max(tl.max(tl.where(inside, bits, 0), 0), 0)
         if ONE:
             tl.atomic_max(amax + group, tl.max(columns, 0), sem="relaxed")
         else:
@@ -102,36 +109,37 @@ def quantize_group_rows(
     live = i < tl.load(offs + G - 1)
     mask = live[:, None] & (j < K)[None, :]
     source = x + i.to(tl.int64)[:, None] * sm + j.to(tl.int64)[None, :] * sk
-    value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    codes = to_codes(value * encodes[:, None], ELEMENT, CAST)
-    store_codes(data, codes, tile_m, tile_k, M, K, BLOCK_M, BLOCK_K, ELEMENT, False, "")
+    codes = scaled_codes(tl.load(source, mask=mask, other=0.0), encodes[:, None], ELEMENT, CAST)
+    codes = tl.reshape(codes, (1, BLOCK_M, BLOCK_K))
+    store_direct(data, codes, tile_m, tile_k, M, K, K, BLOCK_M, BLOCK_K, 1, ELEMENT, "")
     if tile_k == 0:
         tl.store(scale + i, decodes, mask=i < M)
 
 
 @triton.jit
 def quantize_group_columns(
-    x, offs, amax, data, scale, M, K, capacity, sm, sk, G, align, tiles_p, tiles_k,
+    x, offs, amax, data, scale, M, K, capacity, sm, sk, pitch, scale_pitch, G, align, tiles_p, tiles_k,
     ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, CAST: tl.constexpr,
     RB: tl.constexpr, CB: tl.constexpr, ONE: tl.constexpr,
-    GROUPS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """The transpose in the padded group layout: data [K, capacity], padding zero before the scale.
 
     RB is 0 for one scale a group (ONE) or one a group and column, from ``amax``; else blocks of RB rows of
-    x by CB of its columns, which the alignment keeps within one group.
+    x by CB of its columns, which the alignment keeps within one group, as it does the R rows of a thread.
     """
     pid = tl.program_id(0)
     tile_p, tile_k = pid // tiles_k, pid % tiles_k
-    p = tile_p * BLOCK_P + tl.arange(0, BLOCK_P)
+    p = tile_rows(tile_p, BLOCK_P, R)
+    p0 = tile_p * BLOCK_P + tl.arange(0, BLOCK_P // R) * R
     j = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     padded = _load_padded_ends(offs, G, align, GROUPS)
     first = _group_of(padded, tile_p * BLOCK_P)
     last = tl.minimum(_group_of(padded, tile_p * BLOCK_P + BLOCK_P - 1), G - 1)
     to = _start_of(padded, first, GROUPS)
-    row = tl.full((BLOCK_P,), -1, tl.int32)
+    row = tl.full((R, BLOCK_P // R), -1, tl.int32)
     if RB == 0:
-        encodes = tl.zeros((BLOCK_P, 1 if ONE else BLOCK_K), tl.float32)
+        encodes = tl.zeros((BLOCK_P // R, 1 if ONE else BLOCK_K), tl.float32)
     for group in range(first, last + 1):
         start = tl.load(offs + group - 1, mask=group > 0, other=0)
         size = tl.load(offs + group) - start
@@ -143,24 +151,24 @@ def quantize_group_columns(
             else:
                 bits = tl.load(amax + _wide(group) * K + j, mask=j < K, other=0)
             encode, _ = encode_and_scale(bits, ELEMENT, ROUNDING)
-            inside = ((p >= to) & (p < until))[:, None]
+            inside = ((p0 >= to) & (p0 < until))[:, None]
             encodes = tl.where(inside, encode[None, :], encodes)
         to = until
-    mask = (row >= 0)[:, None] & (j < K)[None, :]
-    source = x + row.to(tl.int64)[:, None] * sm + j.to(tl.int64)[None, :] * sk
+    mask = (row >= 0)[:, :, None] & (j < K)[None, None, :]
+    source = x + row.to(tl.int64)[:, :, None] * sm + j.to(tl.int64)[None, None, :] * sk
     loaded = tl.load(source, mask=mask, other=0.0)
-    value = loaded.to(tl.float32)
     if RB == 0:
-        codes = to_codes(value * encodes, ELEMENT, CAST)
+        codes = scaled_codes(loaded, encodes[None, :, :], ELEMENT, CAST)
         _store_group_scales(scale, amax, tile_p, tile_k, tiles_p, j, K, G, ELEMENT, ROUNDING, ONE)
     else:
-        shape: tl.constexpr = (BLOCK_P // RB, RB, BLOCK_K // CB, CB)
-        blocks = tl.reshape(magnitude_bits(loaded), shape)
-        encode, decode = encode_and_scale(tl.max(tl.max(blocks, 3), 1), ELEMENT, ROUNDING)
-        blocks = tl.reshape(value, shape) * encode[:, None, :, None]
-        codes = tl.reshape(to_codes(blocks, ELEMENT, CAST), (BLOCK_P, BLOCK_K))
-        store_scales(scale, decode, tile_p, tile_k, capacity, K, BLOCK_P, BLOCK_K, RB, CB, True)
-    store_codes(data, codes, tile_p, tile_k, capacity, K, BLOCK_P, BLOCK_K, ELEMENT, True, "")
+        bits = block_amax(as_blocks(magnitude_bits(loaded), BLOCK_P, BLOCK_K, R, RB, CB), RB, CB)
+        encode, decode = encode_and_scale(bits, ELEMENT, ROUNDING)
+        blocks = scaled_codes(as_blocks(loaded, BLOCK_P, BLOCK_K, R, RB, CB), encode, ELEMENT, CAST)
+        codes = tl.reshape(blocks, (R, BLOCK_P // R, BLOCK_K))
+        store_scales(
+            scale, decode, tile_p, tile_k, capacity, K, scale_pitch, BLOCK_P, BLOCK_K, R, RB, CB, True
+        )  # fmt: skip
+    store_turned(data, codes, tile_p, tile_k, capacity, K, pitch, BLOCK_P, BLOCK_K, R, ELEMENT, "")
 
 
 @triton.jit

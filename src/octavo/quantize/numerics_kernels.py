@@ -87,6 +87,12 @@ def is_packed(element):
 
 
 @triton.constexpr_function
+def code_bits(element):
+    """Bits of a code."""
+    return 8 // ELEMENTS[element].packed
+
+
+@triton.constexpr_function
 def is_mx(rounding):
     """Whether scales of this rounding are e8m0."""
     return rounding in E8M0_ROUNDINGS
@@ -109,8 +115,12 @@ def encode_and_scale(bits, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
         amax = tl.maximum(bits, _eps_bits()).to(tl.float32, bitcast=True)
         encode = tl.div_rn(tl.full(amax.shape, _largest(ELEMENT), tl.float32), amax)
         if ROUNDING == "power_of_two":
-            cleared = (encode.to(tl.int32, bitcast=True) & ~0x7FFFFF).to(tl.float32, bitcast=True)
-            encode = tl.where(encode != encode, encode, cleared)
+            # The inverse of a power of two mirrors its exponent; 0 (of an infinite amax) has inf, NaN has NaN.
+            cleared = encode.to(tl.int32, bitcast=True) & ~0x7FFFFF
+            mirrored = tl.where(cleared == 0, 0x7F800000, (254 << 23) - cleared)
+            inverse = tl.where(encode != encode, encode, mirrored.to(tl.float32, bitcast=True))
+            encode = tl.where(encode != encode, encode, cleared.to(tl.float32, bitcast=True))
+            return encode, inverse
         return encode, tl.div_rn(tl.full(encode.shape, 1.0, tl.float32), encode)
 
 
@@ -178,7 +188,22 @@ def _to_codes_by_integers(value, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def pack_pairs(codes, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Two 4-bit codes to a byte along the last dimension, the even index in the low nibble."""
-    low, high = tl.split(tl.reshape(codes, (ROWS, COLS // 2, 2)))
-    return low | (high << 4)
+def scaled_codes(x, encode, ELEMENT: tl.constexpr, CAST: tl.constexpr):
+    """uint8 codes of ``x`` (any float dtype) times the float32 multipliers of its blocks."""
+    if is_packed(ELEMENT) and x.dtype != tl.float32:
+        return _e2m1_codes(x.to(tl.float32) * encode, encode)
+    else:
+        return to_codes(x.to(tl.float32) * encode, ELEMENT, CAST)
+
+
+@triton.jit
+def _e2m1_codes(value, encode):
+    # 16-bit inputs times a power of two: times 2^-126 more, 1.0 is float32's smallest normal, and its bits from
+    # the 22nd on are the code of e2m1, subnormals included. No bit that could decide a tie is lost on the way.
+    dead = encode != encode
+    limit = tl.where(dead, 0.0, 6.0)
+    signs = tl.where(dead, 0, 8).to(tl.uint32)
+    small = tl.minimum(tl.abs(value), limit) * 1.1754943508222875e-38
+    bits = small.to(tl.uint32, bitcast=True)
+    code = (bits + (0x1FFFFF + ((bits >> 22) & 1))) >> 22
+    return (((value.to(tl.uint32, bitcast=True) >> 28) & signs) | code).to(tl.uint8)

@@ -4,6 +4,9 @@ Legend: ``x`` is [B, M, K] with strides (sb, sm, sk), ``sk`` the small one. ``di
 ``turned`` data is its transpose [B, K, M]. A block of RB x CB elements *of x* shares a scale in either; 0 means
 the whole dimension, whose amax comes from an earlier pass. Rows are indexed by i, columns by j.
 
+A tile is held as [R, Q, BLOCK_K] with R * Q rows, row q * R + r: so a thread holds R rows that follow each
+other, packs their codes into one word of up to 32 bits, and the transposition moves words, not bytes.
+
 Offsets are int64: experts' weights pass 2^31 elements.
 """
 
@@ -13,25 +16,29 @@ import triton
 import triton.language as tl
 
 from octavo.quantize.numerics_kernels import (
+    code_bits,
     encode_and_scale,
+    is_mx,
     is_packed,
     magnitude_bits,
-    pack_pairs,
-    to_codes,
+    scaled_codes,
 )
+from octavo.quantize.source_kernels import load_source
 
 
 @triton.jit
 def quantize_rows(
     x, data, scale, column_amax,
-    M, K, sb, sm, sk, programs,
+    M, K, sb, sm, sk, pitch, programs,
     ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, CAST: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr, COLUMN_AMAX: tl.constexpr,
+    SOURCE: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr,
+    COLUMN_AMAX: tl.constexpr,
 ):  # fmt: skip
     """Rowwise in one read: a program holds ROWS whole rows (or, unless WHOLE, reads long rows twice).
 
     ``programs`` of a batch entry stride over its rows together, so that what was read last is what a
     following pass can still find in the cache. With COLUMN_AMAX it also leaves the amax of every column.
+    ``pitch`` is the row length of ``data``; SOURCE says what a value is (:func:`load_source`).
     """
     pid = tl.program_id(0)
     batch = (pid // programs).to(tl.int64)
@@ -44,27 +51,31 @@ def quantize_rows(
     for tile in range(first, tl.cdiv(M, ROWS), programs):
         i = tile * ROWS + tl.arange(0, ROWS)
         source = x + i.to(tl.int64)[:, None] * sm
-        target = data + i.to(tl.int64)[:, None] * K
+        target = data + i.to(tl.int64)[:, None] * pitch
         if WHOLE:
             mask = (i < M)[:, None] & (j < K)[None, :]
-            value = tl.load(source + j.to(tl.int64)[None, :] * sk, mask=mask, other=0.0)
+            value = load_source(source + j.to(tl.int64)[None, :] * sk, mask, K * sk, SOURCE, "")
             bits = magnitude_bits(value)
             if COLUMN_AMAX:
                 held = tl.maximum(held, tl.max(bits, 0))
             encode, decode = encode_and_scale(tl.max(bits, 1), ELEMENT, ROUNDING)
-            codes = to_codes(value.to(tl.float32) * encode[:, None], ELEMENT, CAST)
+            codes = scaled_codes(value, encode[:, None], ELEMENT, CAST)
             tl.store(target + j[None, :], codes, mask=mask)
         else:
             amax = tl.zeros((ROWS, BLOCK_K), tl.int32)
             for k in range(0, K, BLOCK_K):
                 mask = (i < M)[:, None] & (k + j < K)[None, :]
-                value = tl.load(source + (k + j).to(tl.int64)[None, :] * sk, mask=mask, other=0.0)
+                value = load_source(
+                    source + (k + j).to(tl.int64)[None, :] * sk, mask, K * sk, SOURCE, ""
+                )  # fmt: skip
                 amax = tl.maximum(amax, magnitude_bits(value))
             encode, decode = encode_and_scale(tl.max(amax, 1), ELEMENT, ROUNDING)
             for k in range(0, K, BLOCK_K):
                 mask = (i < M)[:, None] & (k + j < K)[None, :]
-                value = tl.load(source + (k + j).to(tl.int64)[None, :] * sk, mask=mask, other=0.0)
-                codes = to_codes(value.to(tl.float32) * encode[:, None], ELEMENT, CAST)
+                value = load_source(
+                    source + (k + j).to(tl.int64)[None, :] * sk, mask, K * sk, SOURCE, ""
+                )  # fmt: skip
+                codes = scaled_codes(value, encode[:, None], ELEMENT, CAST)
                 tl.store(target + (k + j)[None, :], codes, mask=mask)
         tl.store(scale + i, decode, mask=i < M)
     if COLUMN_AMAX:
@@ -72,11 +83,29 @@ def quantize_rows(
 
 
 @triton.jit
+def tile_rows(tile_m, BLOCK_M: tl.constexpr, R: tl.constexpr):
+    """Row numbers [R, Q] of a tile."""
+    q = tl.arange(0, BLOCK_M // R)
+    return tile_m * BLOCK_M + q[None, :] * R + tl.arange(0, R)[:, None]
+
+
+@triton.jit
+def tile_bits(
+    x, tile_m, j, M, K, sm, sk, SOURCE: tl.constexpr, BLOCK_M: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    """Magnitude bits [R, Q, BLOCK_K] of a tile of x with the columns j."""
+    i = tile_rows(tile_m, BLOCK_M, R)
+    mask = (i < M)[:, :, None] & (j < K)[None, None, :]
+    at = x + i.to(tl.int64)[:, :, None] * sm + j.to(tl.int64)[None, None, :] * sk
+    return magnitude_bits(load_source(at, mask, K * sk, SOURCE, ""))
+
+
+@triton.jit
 def amax_tiles(
     x, one_amax, row_amax, column_amax,
     M, K, sb, sm, sk, tiles_m, tiles_k, steps,
-    ONE: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    ONE: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, SOURCE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Amax bits of the whole matrix (one partial a program), of its rows and of its columns, in one read.
 
@@ -88,15 +117,16 @@ def amax_tiles(
     tile_m = (pid // tiles_k) % tiles_m
     batch = (pid // (tiles_k * tiles_m)).to(tl.int64)
     j = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    source = x + batch * sb + j.to(tl.int64)[None, :] * sk
-    held = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
+    x += batch * sb
+    held = tl.zeros((BLOCK_M // R, BLOCK_K), tl.int32)
     for step in range(steps):
-        i = (tile_m * steps + step) * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = (i < M)[:, None] & (j < K)[None, :]
-        bits = magnitude_bits(tl.load(source + i.to(tl.int64)[:, None] * sm, mask=mask, other=0.0))
-        held = tl.maximum(held, bits)
+        at = tile_m * steps + step
+        bits = tile_bits(x, at, j, M, K, sm, sk, SOURCE, BLOCK_M, R)
+        if COLUMN or ONE:
+            held = tl.maximum(held, tl.max(bits, 0))
         if ROW:
-            tl.atomic_max(row_amax + batch * M + i, tl.max(bits, 1), mask=i < M, sem="relaxed")
+            i = tile_rows(at, BLOCK_M, R)
+            tl.atomic_max(row_amax + batch * M + i, tl.max(bits, 2), mask=i < M, sem="relaxed")
     if COLUMN or ONE:
         columns = tl.max(held, 0)
         if COLUMN:
@@ -105,199 +135,271 @@ def amax_tiles(
             tl.store(one_amax + pid, tl.max(columns, 0))
 
 
+# ---- blocks of a tile: [R, row blocks, Q rows in a block, column blocks, columns in a block] ------------------
+
+
 @triton.constexpr_function
-def spans_tile(block_m, block_k, rb, cb):
-    """Whether one multiplier a row, a column or a tile serves the blocks, so that it broadcasts in 2-D."""
-    return rb in (0, 1, block_m) and cb in (0, 1, block_k)
+def _block_rows(block_m, rb, r):
+    # Q rows of one block: all of them, one, or those of RB.
+    return block_m // r if rb == 0 else 1 if rb == 1 else rb // r
+
+
+@triton.constexpr_function
+def _block_columns(block_k, cb):
+    return block_k if cb == 0 else cb
 
 
 @triton.jit
-def tile_amax(
-    bits, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr
+def as_blocks(
+    tile, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr
 ):  # fmt: skip
-    """Amax bits [BLOCK_M / RB, BLOCK_K / CB] of the blocks of a tile."""
-    if RB == 1 and CB == BLOCK_K:
-        return tl.max(bits, 1)[:, None]
-    elif CB == 1 and RB == BLOCK_M:
-        return tl.max(bits, 0)[None, :]
-    else:
-        blocks = tl.reshape(bits, (BLOCK_M // RB, RB, BLOCK_K // CB, CB))
-        return tl.max(tl.max(blocks, 3), 1)
+    """A tile [R, Q, BLOCK_K] as its blocks of RB x CB elements (0: the whole tile's rows or columns)."""
+    q: tl.constexpr = _block_rows(BLOCK_M, RB, R)
+    c: tl.constexpr = _block_columns(BLOCK_K, CB)
+    return tl.reshape(tile, (R, BLOCK_M // R // q, q, BLOCK_K // c, c))
 
 
 @triton.jit
-def tile_codes(
-    value, encode,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr,
-    ELEMENT: tl.constexpr, CAST: tl.constexpr,
-):  # fmt: skip
-    """Codes [BLOCK_M, BLOCK_K] of a tile, given one multiplier a block."""
-    if spans_tile(BLOCK_M, BLOCK_K, RB, CB):
-        return to_codes(value * encode, ELEMENT, CAST)
-    else:
-        blocks = tl.reshape(value, (BLOCK_M // RB, RB, BLOCK_K // CB, CB))
-        codes = to_codes(blocks * encode[:, None, :, None], ELEMENT, CAST)
-        return tl.reshape(codes, (BLOCK_M, BLOCK_K))
+def block_amax(blocks, RB: tl.constexpr, CB: tl.constexpr):
+    """Amax bits of blocks, reduced dimensions kept; what a thread holds is reduced first."""
+    if RB > 1:
+        blocks = tl.max(blocks, 0, keep_dims=True)
+    if CB > 1:
+        blocks = tl.max(blocks, 4, keep_dims=True)
+    if RB > 1:
+        blocks = tl.max(blocks, 2, keep_dims=True)
+    return blocks
 
 
 @triton.jit
 def _whole_amax(
-    one_amax, row_amax, column_amax, batch, i, j, M, K, partials,
+    amax, batch, i, j, M, K, partials,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, R: tl.constexpr,
     RB: tl.constexpr, CB: tl.constexpr, PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    # What an earlier pass found of whole dimensions, ready to broadcast against a tile.
+    # What an earlier pass found of whole dimensions, ready to broadcast against the blocks of a tile.
     if RB == 0 and CB == 0:
         p = tl.arange(0, PARTIALS)
-        found = tl.load(one_amax + batch * partials + p, mask=p < partials, other=0)
-        return tl.full((1, 1), 0, tl.int32) + tl.max(found, 0)
+        found = tl.load(amax + batch * partials + p, mask=p < partials, other=0)
+        return tl.full((1, 1, 1, 1, 1), 0, tl.int32) + tl.max(found, 0)
     elif CB == 0:
-        return tl.load(row_amax + batch * M + i, mask=i < M, other=0)[:, None]
+        found = tl.load(amax + batch * M + i, mask=i < M, other=0)
+        return tl.reshape(found, (R, BLOCK_M // R, 1, 1, 1))
     else:
-        return tl.load(column_amax + batch * K + j, mask=j < K, other=0)[None, :]
+        found = tl.load(amax + batch * K + j, mask=j < K, other=0)
+        return tl.reshape(found, (1, 1, 1, BLOCK_K, 1))
+
+
+@triton.jit
+def _spread_scales(bits, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
+    # Every thread of a column holds its amax; the gather deals the blocks out, so that each is divided for once.
+    flat: tl.constexpr = bits.numel
+    spread = tl.gather(tl.reshape(bits, (flat,)), tl.arange(0, flat), 0)
+    encode, decode = encode_and_scale(spread, ELEMENT, ROUNDING)
+    return tl.reshape(encode, bits.shape), tl.reshape(decode, bits.shape)
+
+
+@triton.jit
+def tile_codes(
+    loaded, amax, batch, i, j, M, K, partials,
+    ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, CAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, R: tl.constexpr,
+    RB: tl.constexpr, CB: tl.constexpr, PARTIALS: tl.constexpr,
+):  # fmt: skip
+    """(codes [R, Q, BLOCK_K], scales of the blocks) of a tile."""
+    if RB == 0 or CB == 0:
+        bits = _whole_amax(amax, batch, i, j, M, K, partials, BLOCK_M, BLOCK_K, R, RB, CB, PARTIALS)
+    else:
+        bits = block_amax(as_blocks(magnitude_bits(loaded), BLOCK_M, BLOCK_K, R, RB, CB), RB, CB)
+    if RB > 1 and CAST == "saturates" and not is_mx(ROUNDING):
+        encode, decode = _spread_scales(bits, ELEMENT, ROUNDING)
+    else:
+        encode, decode = encode_and_scale(bits, ELEMENT, ROUNDING)
+    codes = scaled_codes(as_blocks(loaded, BLOCK_M, BLOCK_K, R, RB, CB), encode, ELEMENT, CAST)
+    return tl.reshape(codes, (R, BLOCK_M // R, BLOCK_K)), decode
 
 
 @triton.jit
 def store_scales(
-    scale, decode, tile_m, tile_k, M, K,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr, TURNED: tl.constexpr,
+    scale, decode, tile_m, tile_k, M, K, pitch,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, R: tl.constexpr,
+    RB: tl.constexpr, CB: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Store the scales [M blocks, K blocks] of a tile, transposed if TURNED; whole dimensions store once."""
-    if RB == 0:
-        rows = 1
-        i = tile_m + tl.arange(0, 1)
-    else:
-        rows = tl.cdiv(M, RB)
-        i = tile_m * (BLOCK_M // RB) + tl.arange(0, BLOCK_M // RB)
-    if CB == 0:
-        columns = 1
-        j = tile_k + tl.arange(0, 1)
-    else:
-        columns = tl.cdiv(K, CB)
-        j = tile_k * (BLOCK_K // CB) + tl.arange(0, BLOCK_K // CB)
-    mask = (i < rows)[:, None] & (j < columns)[None, :]
-    i, j = i.to(tl.int64)[:, None], j.to(tl.int64)[None, :]
-    offset = j * rows + i if TURNED else i * columns + j
-    tl.store(scale + offset, decode, mask=mask)
+    """Store the scales of a tile's blocks, transposed if TURNED; whole dimensions store once."""
+    inner: tl.constexpr = R if RB == 1 else 1
+    groups: tl.constexpr = BLOCK_M // R // _block_rows(BLOCK_M, RB, R)
+    across: tl.constexpr = BLOCK_K // _block_columns(BLOCK_K, CB)
+    rows = 1 if RB == 0 else tl.cdiv(M, RB)
+    columns = 1 if CB == 0 else tl.cdiv(K, CB)
+    i = tile_rows(tile_m, groups * inner, inner)
+    j = tile_k * across + tl.arange(0, across)
+    mask = (i < rows)[:, :, None] & (j < columns)[None, None, :]
+    i, j = i.to(tl.int64)[:, :, None], j.to(tl.int64)[None, None, :]
+    offset = j * pitch + i if TURNED else i * pitch + j
+    tl.store(scale + offset, tl.reshape(decode, (inner, groups, across)), mask=mask)
+
+
+# ---- codes ---------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _store_matrix(
-    data, codes, tile_m, tile_k, M, K,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, ELEMENT: tl.constexpr, EVICT: tl.constexpr,
+def store_direct(
+    data, codes, tile_m, tile_k, M, K, pitch,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, R: tl.constexpr, ELEMENT: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
+    """Store codes [R, Q, BLOCK_K] as they lie; ``pitch`` is the bytes of a row of ``data``."""
+    per: tl.constexpr = 8 // code_bits(ELEMENT)
     if is_packed(ELEMENT):
-        codes = pack_pairs(codes, BLOCK_M, BLOCK_K)
-        j = tile_k * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
-        columns = K // 2
-    else:
-        j = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-        columns = K
-    i = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    mask = (i < M)[:, None] & (j < columns)[None, :]
-    target = data + i.to(tl.int64)[:, None] * columns + j[None, :]
+        low, high = tl.split(tl.reshape(codes, (R, BLOCK_M // R, BLOCK_K // 2, 2)))
+        codes = low | (high << 4)
+    i = tile_rows(tile_m, BLOCK_M, R)
+    j = tile_k * (BLOCK_K // per) + tl.arange(0, BLOCK_K // per)
+    mask = (i < M)[:, :, None] & (j < K // per)[None, None, :]
+    target = data + i.to(tl.int64)[:, :, None] * pitch + j[None, None, :]
     tl.store(target, codes, mask=mask, eviction_policy=EVICT)
 
 
 @triton.jit
-def store_codes(
-    data, codes, tile_m, tile_k, M, K,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, ELEMENT: tl.constexpr, TURNED: tl.constexpr,
-    EVICT: tl.constexpr,
+def _fold(words, WIDTH: tl.constexpr, R: tl.constexpr, Q: tl.constexpr, K: tl.constexpr):
+    # [R, Q, K] words of WIDTH bits to [R / 2, Q, K] words of twice as many, the even row in the low half.
+    low, high = tl.split(tl.permute(tl.reshape(words, (R // 2, 2, Q, K)), (0, 2, 3, 1)))
+    return low | (high << WIDTH)
+
+
+@triton.constexpr_function
+def folds(element, r):
+    """How many times the codes of R rows are folded in pairs into words of at most 32 bits."""
+    bits, count = (4 if is_packed(element) else 8), 0
+    while bits < 32 and r > 1:
+        bits, r, count = 2 * bits, r // 2, count + 1
+    return count
+
+
+@triton.jit
+def store_turned(
+    data, codes, tile_m, tile_k, M, K, pitch,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, R: tl.constexpr, ELEMENT: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Store codes [BLOCK_M, BLOCK_K] of a tile, transposed if TURNED, two to a byte for packed elements."""
-    if TURNED:
-        _store_matrix(data, tl.trans(codes), tile_k, tile_m, K, M, BLOCK_K, BLOCK_M, ELEMENT, EVICT)
+    """Store codes [R, Q, BLOCK_K] transposed; ``pitch`` counts words of ``2^folds`` codes, which divide M."""
+    Q: tl.constexpr = BLOCK_M // R
+    bits: tl.constexpr = code_bits(ELEMENT)
+    n: tl.constexpr = folds(ELEMENT, R)
+    words = codes
+    if n > 0:
+        words = _fold(codes.to(tl.int32), bits, R, Q, BLOCK_K)
+    if n > 1:
+        words = _fold(words, 2 * bits, R // 2, Q, BLOCK_K)
+    if n > 2:
+        words = _fold(words, 4 * bits, R // 4, Q, BLOCK_K)
+    per: tl.constexpr = 2**n
+    if bits * per == 32:
+        data = data.to(tl.pointer_type(tl.int32))
+    elif bits * per == 16:
+        data = data.to(tl.pointer_type(tl.int16))
+        words = words.to(tl.int16)
     else:
-        _store_matrix(data, codes, tile_m, tile_k, M, K, BLOCK_M, BLOCK_K, ELEMENT, EVICT)
+        words = words.to(tl.uint8)
+    turned = tl.reshape(tl.permute(words, (2, 1, 0)), (BLOCK_K, BLOCK_M // per))
+    j = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    m = tile_m * (BLOCK_M // per) + tl.arange(0, BLOCK_M // per)
+    mask = (j < K)[:, None] & (m < M // per)[None, :]
+    target = data + j.to(tl.int64)[:, None] * pitch + m[None, :]
+    tl.store(target, turned, mask=mask, eviction_policy=EVICT)
+
+
+@triton.jit
+def tile_of(pid, tiles_m, tiles_k, GROUP: tl.constexpr):
+    """(tile_m, tile_k): tiles go down GROUP at a time, so that neighbours in a transposed row go together."""
+    if GROUP == 1:
+        tile_m = pid // tiles_k
+        return tile_m, pid - tile_m * tiles_k
+    else:
+        band = pid // (GROUP * tiles_k)
+        height = tl.minimum(tiles_m - band * GROUP, GROUP)
+        within = pid - band * GROUP * tiles_k
+        return band * GROUP + within % height, within // height
+
+
+@triton.jit
+def write_tile(
+    loaded, direct, direct_scale, direct_amax, turned, turned_scale, turned_amax, batch, tile_m, tile_k,
+    M, K, direct_pitch, direct_scale_pitch, turned_pitch, turned_scale_pitch, partials,
+    D_ELEMENT: tl.constexpr, D_ROUNDING: tl.constexpr, D_CAST: tl.constexpr,
+    D_RB: tl.constexpr, D_CB: tl.constexpr,
+    T_ELEMENT: tl.constexpr, T_ROUNDING: tl.constexpr, T_CAST: tl.constexpr,
+    T_RB: tl.constexpr, T_CB: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, R: tl.constexpr, PARTIALS: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """Write codes and scales of the values [R, Q, BLOCK_K] of a tile of [M, K] as they lie, transposed, or both.
+
+    An output with an empty ELEMENT is absent; EVICT is the cache policy of what no later pass needs.
+    """
+    i = tile_rows(tile_m, BLOCK_M, R)
+    j = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    same: tl.constexpr = D_RB == T_RB and D_CB == T_CB and D_ELEMENT == T_ELEMENT and D_ROUNDING == T_ROUNDING
+    if D_ELEMENT != "":
+        codes, decode = tile_codes(
+            loaded, direct_amax, batch, i, j, M, K, partials,
+            D_ELEMENT, D_ROUNDING, D_CAST, BLOCK_M, BLOCK_K, R, D_RB, D_CB, PARTIALS,
+        )  # fmt: skip
+        direct += batch * M * direct_pitch
+        direct_scale += batch * _scales_of(M, K, D_RB, D_CB)
+        store_direct(
+            direct, codes, tile_m, tile_k, M, K, direct_pitch, BLOCK_M, BLOCK_K, R, D_ELEMENT, EVICT
+        )  # fmt: skip
+        store_scales(
+            direct_scale, decode, tile_m, tile_k, M, K, direct_scale_pitch,
+            BLOCK_M, BLOCK_K, R, D_RB, D_CB, False,
+        )  # fmt: skip
+    if T_ELEMENT != "":
+        if not same:
+            codes, decode = tile_codes(
+                loaded, turned_amax, batch, i, j, M, K, partials,
+                T_ELEMENT, T_ROUNDING, T_CAST, BLOCK_M, BLOCK_K, R, T_RB, T_CB, PARTIALS,
+            )  # fmt: skip
+        turned += batch * (M * code_bits(T_ELEMENT) // 8) * K
+        turned_scale += batch * _scales_of(M, K, T_RB, T_CB)
+        store_turned(
+            turned, codes, tile_m, tile_k, M, K, turned_pitch, BLOCK_M, BLOCK_K, R, T_ELEMENT, EVICT
+        )  # fmt: skip
+        store_scales(
+            turned_scale, decode, tile_m, tile_k, M, K, turned_scale_pitch,
+            BLOCK_M, BLOCK_K, R, T_RB, T_CB, True,
+        )  # fmt: skip
 
 
 @triton.jit
 def quantize_tiles(
-    x, direct, direct_scale, turned, turned_scale, one_amax, row_amax, column_amax,
-    M, K, sb, sm, sk, tiles_m, tiles_k, partials,
-    DIRECT: tl.constexpr, D_ELEMENT: tl.constexpr, D_ROUNDING: tl.constexpr, D_CAST: tl.constexpr,
+    x, direct, direct_scale, direct_amax, turned, turned_scale, turned_amax,
+    M, K, sb, sm, sk, tiles_m, tiles_k, direct_pitch, direct_scale_pitch, turned_pitch, turned_scale_pitch,
+    partials,
+    D_ELEMENT: tl.constexpr, D_ROUNDING: tl.constexpr, D_CAST: tl.constexpr,
     D_RB: tl.constexpr, D_CB: tl.constexpr,
-    TURNED: tl.constexpr, T_ELEMENT: tl.constexpr, T_ROUNDING: tl.constexpr, T_CAST: tl.constexpr,
-    T_RB: tl.constexpr, T_CB: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr,
+    T_ELEMENT: tl.constexpr, T_ROUNDING: tl.constexpr, T_CAST: tl.constexpr,
+    T_RB: tl.constexpr, T_CB: tl.constexpr, SOURCE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr,
     PARTIALS: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     """Read a tile once and write its codes and scales as they lie, transposed, or both.
 
-    Tiles go down GROUP at a time, so that neighbours in a transposed row are written together. REVERSE
-    starts at the end, where the amax pass before has left x in the cache; EVICT is the cache policy of what no
-    later pass needs.
+    REVERSE starts at the end, where the amax pass before has left x in the cache.
     """
     pid = tl.program_id(0)
     if REVERSE:
         pid = tl.num_programs(0) - 1 - pid
-    tiles = tiles_m * tiles_k
-    batch = (pid // tiles).to(tl.int64)
-    rest = pid % tiles
-    band = rest // (GROUP * tiles_k)
-    height = tl.minimum(tiles_m - band * GROUP, GROUP)
-    within = rest - band * GROUP * tiles_k
-    tile_m = band * GROUP + within % height
-    tile_k = within // height
-
-    i = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    batch = tl.program_id(1).to(tl.int64)
+    tile_m, tile_k = tile_of(pid, tiles_m, tiles_k, GROUP)
+    i = tile_rows(tile_m, BLOCK_M, R)
     j = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask = (i < M)[:, None] & (j < K)[None, :]
-    source = x + batch * sb + i.to(tl.int64)[:, None] * sm + j.to(tl.int64)[None, :] * sk
-    loaded = tl.load(source, mask=mask, other=0.0, eviction_policy=EVICT)
-    same: tl.constexpr = D_RB == T_RB and D_CB == T_CB and D_ELEMENT == T_ELEMENT and D_ROUNDING == T_ROUNDING
-    if DIRECT:
-        if D_RB == 0 or D_CB == 0:
-            amax = _whole_amax(
-                one_amax, row_amax, column_amax, batch, i, j, M, K, partials, D_RB, D_CB, PARTIALS
-            )  # fmt: skip
-        else:
-            amax = tile_amax(magnitude_bits(loaded), BLOCK_M, BLOCK_K, D_RB, D_CB)
-        encode, decode = encode_and_scale(amax, D_ELEMENT, D_ROUNDING)
-        codes = tile_codes(loaded.to(tl.float32), encode, BLOCK_M, BLOCK_K, D_RB, D_CB, D_ELEMENT, D_CAST)
-        scales = _scales_of(M, K, D_RB, D_CB)
-        packed: tl.constexpr = 2 if is_packed(D_ELEMENT) else 1
-        store_codes(
-            direct + batch * M * K // packed, codes, tile_m, tile_k, M, K,
-            BLOCK_M, BLOCK_K, D_ELEMENT, False, EVICT,
-        )  # fmt: skip
-        store_scales(
-            direct_scale + batch * scales, decode, tile_m, tile_k, M, K, BLOCK_M, BLOCK_K, D_RB, D_CB, False
-        )  # fmt: skip
-    if TURNED:
-        scales_t = _scales_of(M, K, T_RB, T_CB)
-        packed_t: tl.constexpr = 2 if is_packed(T_ELEMENT) else 1
-        turned += batch * M * K // packed_t
-        turned_scale += batch * scales_t
-        if DIRECT and same:
-            store_codes(turned, codes, tile_m, tile_k, M, K, BLOCK_M, BLOCK_K, T_ELEMENT, True, EVICT)
-            store_scales(
-                turned_scale, decode, tile_m, tile_k, M, K, BLOCK_M, BLOCK_K, T_RB, T_CB, True
-            )  # fmt: skip
-        elif spans_tile(BLOCK_M, BLOCK_K, T_RB, T_CB):
-            if T_RB == 0 or T_CB == 0:
-                amax = _whole_amax(
-                    one_amax, row_amax, column_amax, batch, i, j, M, K, partials, T_RB, T_CB, PARTIALS
-                )  # fmt: skip
-            else:
-                amax = tile_amax(magnitude_bits(loaded), BLOCK_M, BLOCK_K, T_RB, T_CB)
-            encode_t, decode_t = encode_and_scale(amax, T_ELEMENT, T_ROUNDING)
-            codes_t = to_codes(loaded.to(tl.float32) * encode_t, T_ELEMENT, T_CAST)
-            store_codes(turned, codes_t, tile_m, tile_k, M, K, BLOCK_M, BLOCK_K, T_ELEMENT, True, EVICT)
-            store_scales(
-                turned_scale, decode_t, tile_m, tile_k, M, K, BLOCK_M, BLOCK_K, T_RB, T_CB, True
-            )  # fmt: skip
-        else:
-            flipped = tl.trans(loaded)
-            amax = tile_amax(magnitude_bits(flipped), BLOCK_K, BLOCK_M, T_CB, T_RB)
-            encode_t, decode_t = encode_and_scale(amax, T_ELEMENT, T_ROUNDING)
-            codes_t = tile_codes(
-                flipped.to(tl.float32), encode_t, BLOCK_K, BLOCK_M, T_CB, T_RB, T_ELEMENT, T_CAST
-            )  # fmt: skip
-            store_codes(turned, codes_t, tile_k, tile_m, K, M, BLOCK_K, BLOCK_M, T_ELEMENT, False, EVICT)
-            store_scales(
-                turned_scale, decode_t, tile_k, tile_m, K, M, BLOCK_K, BLOCK_M, T_CB, T_RB, False
-            )  # fmt: skip
+    mask = (i < M)[:, :, None] & (j < K)[None, None, :]
+    at = x + batch * sb + i.to(tl.int64)[:, :, None] * sm + j.to(tl.int64)[None, None, :] * sk
+    write_tile(
+        load_source(at, mask, K * sk, SOURCE, EVICT),
+        direct, direct_scale, direct_amax, turned, turned_scale, turned_amax, batch, tile_m, tile_k,
+        M, K, direct_pitch, direct_scale_pitch, turned_pitch, turned_scale_pitch, partials,
+        D_ELEMENT, D_ROUNDING, D_CAST, D_RB, D_CB, T_ELEMENT, T_ROUNDING, T_CAST, T_RB, T_CB,
+        BLOCK_M, BLOCK_K, R, PARTIALS, EVICT,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -16,7 +16,6 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -25,6 +24,7 @@ from octavo import hardware
 from octavo.formats import ALL, Format
 from octavo.quantize import grouped as padded_groups
 from octavo.quantize import grouped_kernels, launch_tables, triton_kernels
+from octavo.quantize.host_launch import launch
 
 MAX_WHOLE_ROW = 32768
 """Longest row that one program holds in registers; longer ones are read twice."""
@@ -42,16 +42,12 @@ _CASTS = {
     "gfx950": {"e4m3fn": "rounds", "e5m2": "rounds"} if _TRITON >= (3, 9) else {},
 }
 
-# Type checkers see the functions below the decorators, which take no launch options.
-_KERNELS: Any = triton_kernels
-_GROUPED: Any = grouped_kernels
-
 Pair = tuple[torch.Tensor, torch.Tensor]
 _NOTHING: Pair = (torch.empty(0), torch.empty(0))
 
 
 @dataclass(frozen=True)
-class _Output:
+class Output:
     """One output of a pass over x [B, M, K]; ``block`` counts rows and columns of x."""
 
     fmt: Format
@@ -60,73 +56,78 @@ class _Output:
     block: tuple[int, int]
 
 
-_ABSENT = {"ELEMENT": "", "ROUNDING": "", "CAST": "", "RB": 1, "CB": 1}
+_ABSENT: dict[str, str | int] = {"ELEMENT": "", "ROUNDING": "", "CAST": "", "RB": 1, "CB": 1}
 
 
 def quantize(x: torch.Tensor, fmt: Format, transpose: bool) -> Pair:
     """Kernel of ``octavo::quantize``."""
-    return _quantize(x, None, fmt)[1] if transpose else _quantize(x, fmt, None)[0]
+    return quantize_optional(x, None, fmt)[1] if transpose else quantize_optional(x, fmt, None)[0]
 
 
 def quantize_both(
     x: torch.Tensor, fmt: Format, transposed_fmt: Format
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Kernel of ``octavo::quantize_both``."""
-    direct, turned = _quantize(x, fmt, transposed_fmt)
+    direct, turned = quantize_optional(x, fmt, transposed_fmt)
     return *direct, *turned
 
 
 def quantize_groups(x: torch.Tensor, offs: torch.Tensor, fmt: Format, transpose: bool, align: int) -> Pair:
     """Kernel of ``octavo::quantize_groups``; the group ends stay on the device."""
     rows, cols = x.shape
-    with _on(x.device):
+    with on_device(x.device):
         if not transpose:
-            data, scale = _empty(x, (rows, cols), fmt), x.new_empty((rows, 1), dtype=torch.float32)
+            data, scale = _empty(x, (rows, cols)), x.new_empty((rows, 1), dtype=torch.float32)
             _group_rows(x, offs, fmt, data, scale)
         else:
             capacity = padded_groups.capacity(rows, offs.shape[0], align)
-            data = _empty(x, fmt.data_shape((cols, capacity)), fmt)
+            data = _empty(x, fmt.data_shape((cols, capacity)))
             shape = fmt.scale_shape((cols, capacity))
             if fmt.block[1] == ALL:
                 shape = (offs.shape[0], *shape)
             scale = _empty_scale(x, shape, fmt)
             _group_columns(x, offs, fmt, align, capacity, data, scale)
-    return _typed(data, scale, fmt)
+    return typed(data, scale, fmt)
 
 
-def _quantize(x: torch.Tensor, fmt: Format | None, turned_fmt: Format | None) -> tuple[Pair, Pair]:
+def quantize_optional(x: torch.Tensor, fmt: Format | None, turned_fmt: Format | None) -> tuple[Pair, Pair]:
+    """(data, scale) of x [..., M, K] and of its transpose; a pair of empty tensors for each absent format."""
     batch = x if x.ndim == 3 else x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
     lead = x.shape[:-2]
-    direct = None if fmt is None else _output(batch, fmt, fmt.block)
-    turned = (
-        None
-        if turned_fmt is None
-        else _output(batch.mT, turned_fmt, (turned_fmt.block[1], turned_fmt.block[0]))
-    )
+    direct, turned = outputs(x, batch.shape, fmt, turned_fmt)
     if batch.shape[0]:
-        with _on(x.device):
+        with on_device(x.device):
             if batch.stride(-1) != 1 and batch.stride(-2) == 1:
-                _launch(batch.mT, _transposed(turned), _transposed(direct))
+                launch_passes(batch.mT, _transposed(turned), _transposed(direct))
             else:
-                _launch(batch, direct, turned)
+                launch_passes(batch, direct, turned)
     return _result(direct, lead), _result(turned, lead)
 
 
-def _output(x: torch.Tensor, fmt: Format, block: tuple[int, int]) -> _Output:
-    return _Output(
-        fmt, _empty(x, fmt.data_shape(x.shape), fmt), _empty_scale(x, fmt.scale_shape(x.shape), fmt), block
-    )
+def outputs(
+    like: torch.Tensor, shape: torch.Size, fmt: Format | None, turned_fmt: Format | None
+) -> tuple[Output | None, Output | None]:
+    """Memory for a tensor of ``shape`` [B, M, K] and for its transpose on the device of ``like``."""
+    direct = None if fmt is None else _output(like, shape, fmt, fmt.block)
+    if turned_fmt is None:
+        return direct, None
+    turned = torch.Size((shape[0], shape[2], shape[1]))
+    return direct, _output(like, turned, turned_fmt, (turned_fmt.block[1], turned_fmt.block[0]))
 
 
-def _transposed(output: _Output | None) -> _Output | None:
+def _output(x: torch.Tensor, shape: torch.Size, fmt: Format, block: tuple[int, int]) -> Output:
+    return Output(fmt, _empty(x, fmt.data_shape(shape)), _empty_scale(x, fmt.scale_shape(shape), fmt), block)
+
+
+def _transposed(output: Output | None) -> Output | None:
     return (
         None
         if output is None
-        else _Output(output.fmt, output.data, output.scale, (output.block[1], output.block[0]))
+        else Output(output.fmt, output.data, output.scale, (output.block[1], output.block[0]))
     )
 
 
-def _empty(x: torch.Tensor, shape: tuple[int, ...], fmt: Format) -> torch.Tensor:
+def _empty(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     # Bytes, typed at the end: PyTorch cannot fill some narrow types in deterministic mode, nor Triton take them.
     return torch.empty(shape, dtype=torch.uint8, device=x.device)
 
@@ -135,21 +136,22 @@ def _empty_scale(x: torch.Tensor, shape: tuple[int, ...], fmt: Format) -> torch.
     return torch.empty(shape, dtype=torch.uint8 if fmt.is_mx else torch.float32, device=x.device)
 
 
-def _typed(data: torch.Tensor, scale: torch.Tensor, fmt: Format) -> Pair:
+def typed(data: torch.Tensor, scale: torch.Tensor, fmt: Format) -> Pair:
+    """The bytes of ``fmt`` in its own dtypes."""
     return data.view(fmt.element.dtype), scale.view(fmt.scale_dtype)
 
 
-def _result(output: _Output | None, lead: torch.Size) -> Pair:
+def _result(output: Output | None, lead: torch.Size) -> Pair:
     if output is None:
         return _NOTHING
-    data, scale = _typed(output.data, output.scale, output.fmt)
+    data, scale = typed(output.data, output.scale, output.fmt)
     if len(lead) != 1:
         data, scale = data.view(*lead, *data.shape[-2:]), scale.view(*lead, *scale.shape[-2:])
     return data, scale
 
 
 @contextlib.contextmanager
-def _on(device: torch.device) -> Iterator[None]:
+def on_device(device: torch.device) -> Iterator[None]:
     """Launch on the tensor's device, whatever the current one is."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         yield
@@ -161,31 +163,106 @@ def _on(device: torch.device) -> Iterator[None]:
 # ---- passes over [B, M, K] ---------------------------------------------------------------------------------
 
 
-def _launch(x: torch.Tensor, direct: _Output | None, turned: _Output | None) -> None:
+def launch_passes(
+    x: torch.Tensor, direct: Output | None, turned: Output | None, source: str = "plain"
+) -> None:
+    """All passes that the outputs of one tensor [B, M, K] need.
+
+    Args:
+        x: as it lies; for ``swiglu`` the gate [B, M, K], with the up projection K columns further on.
+        direct: output in the layout of x, or None.
+        turned: output in the layout of its transpose, or None.
+        source: a name that ``source_kernels.load_source`` knows.
+    """
     arch = hardware.architecture(x.device)
-    amax = _Amax()
-    reads_twice = any(ALL in o.block for o in (direct, turned) if o is not None)
     if direct is not None and direct.block == (1, ALL):
         if turned is None:
-            _rows(x, arch, direct, None, launch_tables.lookup(arch, "rows", _row_bucket(x), "long"))
+            launch_rows(x, arch, direct, None, launch_tables.lookup(arch, "rows", _row_bucket(x)), source)
             return
         config = launch_tables.lookup(arch, "rows_first", _row_bucket(x), "any")
         if turned.block == (ALL, 1) and config["enabled"] and x.shape[2] <= MAX_WHOLE_ROW:
-            amax.column = torch.zeros((x.shape[0], x.shape[2]), dtype=torch.int32, device=x.device)
-            _rows(x, arch, direct, amax.column, config)
-            direct = None
-    if reads_twice and amax.column is None:
-        _amax(x, arch, amax, [o.block for o in (direct, turned) if o is not None])
-    _tiles(x, arch, direct, turned, amax, reads_twice)
+            amax = Amax(column=torch.zeros((x.shape[0], x.shape[2]), dtype=torch.int32, device=x.device))
+            launch_rows(x, arch, direct, amax.column, config, source)
+            launch_tiles(x, arch, None, turned, amax, source)
+            return
+    blocks = [o.block for o in (direct, turned) if o is not None]
+    amax = allocate_amax(arch, [x], blocks)
+    launch_amax(x, arch, amax, blocks, source)
+    launch_tiles(x, arch, direct, turned, amax, source)
 
 
 @dataclass
-class _Amax:
+class Amax:
     """int32 bits of the amax of whole dimensions: partials [B, P], rows [B, M], columns [B, K]."""
 
     one: torch.Tensor | None = None
     row: torch.Tensor | None = None
     column: torch.Tensor | None = None
+
+    def of(self, block: tuple[int, int]) -> torch.Tensor | None:
+        """What blocks of this shape need."""
+        kinds = {(ALL, ALL): self.one, (1, ALL): self.row, (ALL, 1): self.column}
+        return kinds.get(block)
+
+
+@dataclass(frozen=True)
+class _AmaxPlan:
+    tile: tuple[int, int, int]
+    warps: int
+    steps: int
+    tiles_m: int
+    tiles_k: int
+
+
+_KINDS = {(1, ALL): "row", (ALL, 1): "column"}
+
+
+def _plan_amax(arch: str, shape: torch.Size, blocks: list[tuple[int, int]]) -> _AmaxPlan:
+    kinds = sorted({_KINDS[b] for b in blocks if b in _KINDS}, reverse=True)
+    config = launch_tables.lookup(arch, "amax", "+".join(kinds) or "one")
+    block_m, block_k = _fit(config, shape[2])
+    tiles_k = max(1, _blocks(shape[2], block_k))
+    steps = config["steps"]
+    if (ALL, ALL) in blocks:
+        steps = max(steps, _blocks(_blocks(shape[1], block_m) * tiles_k, MAX_PARTIALS))
+    tiles_m = max(1, _blocks(shape[1], block_m * steps))
+    owned = min(config.get("owned", 1), block_m)
+    return _AmaxPlan((block_m, block_k, owned), config["warps"], steps, tiles_m, tiles_k)
+
+
+def allocate_amax(arch: str, xs: list[torch.Tensor], blocks: list[tuple[int, int]], dim: int = 1) -> Amax:
+    """Buffers for the whole dimensions among ``blocks`` of the concatenation of ``xs`` [B, M, K] along ``dim``."""
+    batch = xs[0].shape[0]
+    rows, columns = (sum(x.shape[d] for x in xs) if d == dim else xs[0].shape[d] for d in (1, 2))
+    row, column = (1, ALL) in blocks, (ALL, 1) in blocks
+    amax = Amax()
+    if row or column:
+        zeros = torch.zeros(batch * (row * rows + column * columns), dtype=torch.int32, device=xs[0].device)
+        amax.row = zeros[: batch * rows] if row else None
+        amax.column = zeros[batch * rows * row :] if column else None
+    if (ALL, ALL) in blocks:
+        plans = [_plan_amax(arch, x.shape, blocks) for x in xs]
+        count = sum(p.tiles_m * p.tiles_k for p in plans)
+        amax.one = torch.empty((batch, count), dtype=torch.int32, device=xs[0].device)
+    return amax
+
+
+def launch_amax(
+    x: torch.Tensor, arch: str, amax: Amax, blocks: list[tuple[int, int]], source: str = "plain"
+) -> int:
+    """Fill ``amax`` where ``blocks`` are whole dimensions; returns the number of partials of ``one``."""
+    if not any(ALL in b for b in blocks):
+        return 0
+    plan = _plan_amax(arch, x.shape, blocks)
+    programs = plan.tiles_m * plan.tiles_k
+    launch(
+        triton_kernels.amax_tiles, (x.shape[0] * programs, 1),
+        (x, amax.one, amax.row, amax.column, *x.shape[1:], *x.stride(), plan.tiles_m, plan.tiles_k, plan.steps),
+        {"ONE": (ALL, ALL) in blocks, "ROW": (1, ALL) in blocks, "COLUMN": (ALL, 1) in blocks,
+         "SOURCE": source, "BLOCK_M": plan.tile[0], "BLOCK_K": plan.tile[1], "R": plan.tile[2]},
+        plan.warps,
+    )  # fmt: skip
+    return programs
 
 
 def _row_bucket(x: torch.Tensor) -> str:
@@ -193,74 +270,80 @@ def _row_bucket(x: torch.Tensor) -> str:
     return str(max(128, _power_of_two(columns))) if columns <= MAX_WHOLE_ROW else "long"
 
 
-def _rows(
-    x: torch.Tensor, arch: str, out: _Output, column_amax: torch.Tensor | None, config: launch_tables.Config
-) -> None:
+def launch_rows(
+    x: torch.Tensor, arch: str, out: Output, column_amax: torch.Tensor | None, config: launch_tables.Config,
+    source: str = "plain",
+) -> None:  # fmt: skip
+    """Rowwise in one read, with the amax of the columns on the way if a buffer is given."""
     batch, rows, columns = x.shape
     whole = columns <= MAX_WHOLE_ROW
     block_k = max(128, _power_of_two(columns)) if whole else config["block_k"]
     tiles = max(1, _blocks(rows, config["rows"]))
     programs = min(tiles, config["programs"]) if "programs" in config else tiles
-    _KERNELS.quantize_rows[(batch * programs,)](
-        x, out.data, out.scale, column_amax,
-        rows, columns, *x.stride(), programs,
-        **_constants(out.fmt, arch),
-        ROWS=config["rows"], BLOCK_K=block_k, WHOLE=whole, COLUMN_AMAX=column_amax is not None,
-        num_warps=config["warps"],
+    launch(
+        triton_kernels.quantize_rows, (batch * programs, 1),
+        (x, out.data, out.scale, column_amax, rows, columns, *x.stride(), out.data.stride(-2), programs),
+        {**_constants(out.fmt, arch), "SOURCE": source, "ROWS": config["rows"], "BLOCK_K": block_k,
+         "WHOLE": whole, "COLUMN_AMAX": column_amax is not None},
+        config["warps"],
     )  # fmt: skip
 
 
-def _amax(x: torch.Tensor, arch: str, amax: _Amax, blocks: list[tuple[int, int]]) -> None:
-    batch, rows, columns = x.shape
-    one, row, column = (ALL, ALL) in blocks, (1, ALL) in blocks, (ALL, 1) in blocks
-    kinds = [name for name, wanted in (("row", row), ("column", column)) if wanted]
-    config = launch_tables.lookup(arch, "amax", "+".join(kinds) or "one")
-    block_m, block_k = _fit(config, columns)
-    tiles_k = max(1, _blocks(columns, block_k))
-    steps = config["steps"]
-    if one:
-        steps = max(steps, _blocks(_blocks(rows, block_m) * tiles_k, MAX_PARTIALS))
-    tiles_m = max(1, _blocks(rows, block_m * steps))
-    if row or column:
-        zeros = torch.zeros(batch * (row * rows + column * columns), dtype=torch.int32, device=x.device)
-        amax.row = zeros[: batch * rows] if row else None
-        amax.column = zeros[batch * rows * row :] if column else None
-    if one:
-        amax.one = torch.empty((batch, tiles_m * tiles_k), dtype=torch.int32, device=x.device)
-    _KERNELS.amax_tiles[(batch * tiles_m * tiles_k,)](
-        x, amax.one, amax.row, amax.column,
-        rows, columns, *x.stride(), tiles_m, tiles_k, steps,
-        ONE=one, ROW=row, COLUMN=column, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=config["warps"],
-    )  # fmt: skip
+def turned_words(turned: Output | None, owned: int, rows: int) -> tuple[int, int]:
+    """(rows whose codes are packed into words before they are transposed, words of a row of the output).
+
+    At most ``owned`` rows; fewer where the output's rows hold no whole number of words, or start inside one.
+    """
+    if turned is None:
+        return 1, 0
+    packed = turned.fmt.element.packed
+    row_codes, first = (n * packed for n in (turned.data.stride(-2), turned.data.storage_offset()))
+    common = math.gcd(rows, row_codes, first)
+    owned = owned if common % (4 * packed) == 0 else math.gcd(common, 4 * packed)
+    return owned, row_codes >> triton_kernels.folds(turned.fmt.element.name, owned)
 
 
-def _tiles(
-    x: torch.Tensor, arch: str, direct: _Output | None, turned: _Output | None, amax: _Amax, reads_twice: bool
+def launch_tiles(
+    x: torch.Tensor,
+    arch: str,
+    direct: Output | None,
+    turned: Output | None,
+    amax: Amax,
+    source: str = "plain",
 ) -> None:
+    """The pass that writes: both outputs from one read."""
     batch, rows, columns = x.shape
     outputs = [o for o in (direct, turned) if o is not None]
     kind = "both" if len(outputs) == 2 else "direct" if direct is not None else "turned"
     config = launch_tables.lookup(arch, "tiles", *(f"{kind}/{o.fmt.granularity}" for o in outputs), kind)
-    block_m, block_k = _fit(config, columns, [o.block for o in outputs])
+    blocks = [o.block for o in outputs]
+    block_m, block_k = _fit(config, columns, blocks)
     tiles_m, tiles_k = max(1, _blocks(rows, block_m)), max(1, _blocks(columns, block_k))
+    owned, pitch = turned_words(turned, min(config.get("owned", 4), block_m), rows)
     partials = 1 if amax.one is None else amax.one.shape[1]
-    constants = {
-        f"D_{k}": v for k, v in (_ABSENT if direct is None else _block_constants(direct, arch)).items()
-    }
-    constants |= {
-        f"T_{k}": v for k, v in (_ABSENT if turned is None else _block_constants(turned, arch)).items()
-    }
-    _KERNELS.quantize_tiles[(batch * tiles_m * tiles_k,)](
-        x, *((None, None) if direct is None else (direct.data, direct.scale)),
-        *((None, None) if turned is None else (turned.data, turned.scale)),
-        amax.one, amax.row, amax.column,
-        rows, columns, *x.stride(), tiles_m, tiles_k, partials,
-        DIRECT=direct is not None, TURNED=turned is not None, **constants,
-        BLOCK_M=block_m, BLOCK_K=block_k, GROUP=config["group"],
-        REVERSE=reads_twice and bool(config["reverse"]), PARTIALS=max(MAX_PARTIALS, _power_of_two(partials)),
-        EVICT="evict_first" if reads_twice and config["evict"] else "",
-        num_warps=config["warps"],
+    whole = any(ALL in b for b in blocks)
+    constants = {f"D_{k}": v for k, v in block_constants(direct, arch).items()}
+    constants |= {f"T_{k}": v for k, v in block_constants(turned, arch).items()}
+    launch(
+        triton_kernels.quantize_tiles, (tiles_m * tiles_k, batch),
+        (x, *pointers(direct, amax), *pointers(turned, amax), rows, columns, *x.stride(), tiles_m, tiles_k,
+         *pitches(direct), pitch, pitches(turned)[1], partials),
+        {**constants, "SOURCE": source, "BLOCK_M": block_m, "BLOCK_K": block_k, "R": owned,
+         "GROUP": config["group"], "REVERSE": whole and bool(config["reverse"]),
+         "PARTIALS": max(MAX_PARTIALS, _power_of_two(partials)),
+         "EVICT": "evict_first" if whole and config["evict"] else ""},
+        config["warps"],
     )  # fmt: skip
+
+
+def pointers(output: Output | None, amax: Amax) -> tuple[torch.Tensor | None, ...]:
+    """Data, scale and amax of an output, None where there is none."""
+    return (None, None, None) if output is None else (output.data, output.scale, amax.of(output.block))
+
+
+def pitches(output: Output | None) -> tuple[int, int]:
+    """Bytes of a row of the data, scales of a row of the scales."""
+    return (0, 0) if output is None else (output.data.stride(-2), output.scale.stride(-2))
 
 
 # ---- ragged groups ------------------------------------------------------------------------------------------
@@ -274,9 +357,12 @@ def _group_amax(x: torch.Tensor, offs: torch.Tensor, arch: str, one: bool) -> to
     block_m, block_k = _fit(config, columns)
     tiles_m, tiles_k = _blocks(rows, block_m), _blocks(columns, block_k)
     if tiles_m * tiles_k:
-        _GROUPED.group_amax[(tiles_m * tiles_k,)](
-            x, offs, amax, rows, columns, *x.stride(), groups, tiles_k,
-            ONE=one, GROUPS=_power_of_two(groups), BLOCK_M=block_m, BLOCK_K=block_k, num_warps=config["warps"],
+        launch(
+            grouped_kernels.group_amax, (tiles_m * tiles_k, 1),
+            (x, offs, amax, rows, columns, *x.stride(), groups, tiles_k),
+            {"ONE": one, "GROUPS": _power_of_two(groups), "BLOCK_M": block_m, "BLOCK_K": block_k,
+             "R": min(config.get("owned", 1), block_m)},
+            config["warps"],
         )  # fmt: skip
     return amax
 
@@ -291,10 +377,11 @@ def _group_rows(
     if not tiles_m:
         return
     groups = offs.shape[0]
-    _GROUPED.quantize_group_rows[(tiles_m * tiles_k,)](
-        x, offs, _group_amax(x, offs, arch, one=True), data, scale,
-        rows, columns, *x.stride(), groups, tiles_k, **_constants(fmt, arch),
-        GROUPS=_power_of_two(groups), BLOCK_M=block_m, BLOCK_K=block_k, num_warps=config["warps"],
+    launch(
+        grouped_kernels.quantize_group_rows, (tiles_m * tiles_k, 1),
+        (x, offs, _group_amax(x, offs, arch, one=True), data, scale, rows, columns, *x.stride(), groups, tiles_k),
+        {**_constants(fmt, arch), "GROUPS": _power_of_two(groups), "BLOCK_M": block_m, "BLOCK_K": block_k},
+        config["warps"],
     )  # fmt: skip
 
 
@@ -309,10 +396,16 @@ def _group_columns(
     config = launch_tables.lookup(arch, "grouped", f"columns/{fmt.granularity}", "columns")
     block_p, block_k = _fit(config, columns, [block])
     tiles_p, tiles_k = max(1, _blocks(capacity, block_p)), max(1, _blocks(columns, block_k))
-    _GROUPED.quantize_group_columns[(tiles_p * tiles_k,)](
-        x, offs, amax, data, scale, rows, columns, capacity, *x.stride(), groups, align, tiles_p, tiles_k,
-        **_constants(fmt, arch), RB=block[0], CB=block[1], ONE=one,
-        GROUPS=_power_of_two(groups), BLOCK_P=block_p, BLOCK_K=block_k, num_warps=config["warps"],
+    # Group starts and the capacity are multiples of 16, so the owned rows lie in one group and fill words.
+    owned = min(config.get("owned", 8), 16)
+    pitch = capacity >> triton_kernels.folds(fmt.element.name, owned)
+    launch(
+        grouped_kernels.quantize_group_columns, (tiles_p * tiles_k, 1),
+        (x, offs, amax, data, scale, rows, columns, capacity, *x.stride(), pitch, scale.stride(-2),
+         groups, align, tiles_p, tiles_k),
+        {**_constants(fmt, arch), "RB": block[0], "CB": block[1], "ONE": one,
+         "GROUPS": _power_of_two(groups), "BLOCK_P": block_p, "BLOCK_K": block_k, "R": owned},
+        config["warps"],
     )  # fmt: skip
 
 
@@ -345,5 +438,8 @@ def _constants(fmt: Format, arch: str) -> dict[str, str]:
     return {"ELEMENT": fmt.element.name, "ROUNDING": fmt.rounding, "CAST": cast}
 
 
-def _block_constants(out: _Output, arch: str) -> dict[str, str | int]:
+def block_constants(out: Output | None, arch: str) -> dict[str, str | int]:
+    """Compile-time constants of an output, those of an absent one too."""
+    if out is None:
+        return _ABSENT
     return {**_constants(out.fmt, arch), "RB": out.block[0], "CB": out.block[1]}
