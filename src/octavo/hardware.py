@@ -85,6 +85,15 @@ def has_triton() -> bool:
     return _version("triton") is not None
 
 
+def triton_version() -> tuple[int, int]:
+    """(major, minor) of the installed Triton; (0, 0) without one."""
+    found = _version("triton")
+    if found is None or not found[0].isdigit():
+        return (0, 0)
+    major, minor = found.split(".")[:2]
+    return int(major), int(minor)
+
+
 def has_flydsl() -> bool:
     """Whether FlyDSL is installed (found, not imported)."""
     return _version("flydsl") is not None

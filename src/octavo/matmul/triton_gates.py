@@ -50,6 +50,9 @@ def _why_not_formats(a: Format, b: Format, device: torch.device) -> str | None:
             return f"{fmt.granularity} scales change with every element of the contraction"
     if a.is_mx != b.is_mx:
         return f"no product of {a.granularity} by {b.granularity} scales"
+    mixed = a.element != b.element and not a.is_mx
+    if mixed and hardware.architecture(device) == "gfx942" and hardware.triton_version() < (3, 7):
+        return "before 3.7 Triton multiplies e5m2 by e4m3 wrongly on gfx942 (triton-lang/triton#9567): upgrade it"
     # Triton's interpreter multiplies any type; a card only its own, the other in slow emulation.
     if device.type != "cpu":
         for fmt in (a, b):
