@@ -26,7 +26,7 @@ def _store(tmp_path_factory: pytest.TempPathFactory) -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(store.FOLDER_VARIABLE, str(tmp_path_factory.mktemp("compiled")))
         patch.setattr(catalog, "kernel_modules", lambda: ["check_kernels"])
-        patch.setattr(catalog, "RECORDED", "check_kernels")  # Of a room that has its own: nothing.
+        patch.setattr(catalog, "RECORDED", "check_kernels")  # Whose kernels are there already: nothing more.
         yield
 
 

@@ -73,6 +73,16 @@ def test_recording_notes_launches_for_the_target_and_puts_everything_back() -> N
     assert (triton.runtime.jit.JITFunction.run, hardware.architecture) == (run, architecture)
 
 
+def test_a_tensor_descriptor_is_typed_by_its_element_and_box() -> None:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    arguments = list(_arguments())
+    arguments[0] = TensorDescriptor.from_tensor(torch.zeros(64, 256, dtype=torch.bfloat16), [16, 64])
+    launch = specialize(kernel, tuple(arguments), {"BLOCK": 128})
+    assert launch.signature["x"] == "tensordesc<bf16[16, 64]>"
+    assert "x" not in launch.divisible
+
+
 def test_an_argument_that_no_kernel_takes_is_an_error() -> None:
     arguments = list(_arguments())
     arguments[3] = "4096"
@@ -92,7 +102,8 @@ def test_recorded_cases_are_distinct_and_come_out_the_same_twice(target: str) ->
     assert elements <= {native}
 
 
-def test_a_rooms_own_cases_win_over_recorded_ones() -> None:
+def test_a_kernel_with_cases_of_its_own_is_not_recorded() -> None:
     entries = catalog.entries("gfx942")
-    own = {e.case.room for e in entries if e.module != catalog.RECORDED}
-    assert not own & {e.case.room for e in entries if e.module == catalog.RECORDED}
+    own = {e.case.kernel for e in entries if e.module != catalog.RECORDED}
+    assert own
+    assert not own & {e.case.kernel for e in entries if e.module == catalog.RECORDED}

@@ -3,8 +3,9 @@
     {"3.9": {"quantize_rows [e4m3fn bf16]": {"registers": 40, "sgpr_spills": 0, "lds_bytes": 16, "occupancy": 8.0}}}
 
 `registers` are vector registers a lane (VGPRs and AGPRs of the one file), rounded up to the granule of 8 in which
-they are handed out; `sgpr_spills` are scalar registers kept in lanes of a vector register. `octavo check --all
---write-budget` writes what it finds; the diff is then the review.
+they are handed out; `sgpr_spills` are scalar registers kept in lanes of a vector register; `scratch_bytes` (sm_90
+alone: on AMD there must be none) is local memory of a thread. `octavo check --all --write-budget` writes what it
+finds; the diff is then the review.
 """
 
 from __future__ import annotations
@@ -31,9 +32,14 @@ def read(target: str, folder: Path = FOLDER) -> Budgets:
 
 def measure(kernel: CompiledKernel) -> dict[str, float]:
     """What a budget says of `kernel`."""
+    spills = (
+        {"scratch_bytes": kernel.scratch_bytes}
+        if kernel.target == "sm_90"
+        else {"sgpr_spills": kernel.sgpr_spills}
+    )
     return {
         "registers": -(-registers(kernel) // 8) * 8,
-        "sgpr_spills": kernel.sgpr_spills,
+        **spills,
         "lds_bytes": kernel.lds_bytes,
         "occupancy": occupancy(kernel),
     }

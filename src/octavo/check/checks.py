@@ -87,18 +87,23 @@ def check(
 def resource_findings(kernel: CompiledKernel) -> list[Finding]:
     """No spills to memory, LDS within the compute unit's, and at least one program that fits it.
 
-    Scalar registers spill to lanes of a vector register and never to memory: they are budgeted, not banned.
+    Two things are budgeted instead of banned (`octavo.check.budget`): scalar registers, which spill to lanes of a
+    vector register and never to memory, and local memory on sm_90, where configurations are chosen by time.
     """
     limit = model.shared_limit(kernel.target)
     waves = model.occupancy(kernel)
     threads = kernel.num_warps * model.WAVE[kernel.target]
     return [
         _finding("spills", kernel.vgpr_spills == 0, f"{kernel.vgpr_spills} vector registers", "none"),
-        _finding("scratch", kernel.scratch_bytes == 0, f"{kernel.scratch_bytes} bytes a lane", "0"),
+        *([] if kernel.target == "sm_90" else [_no_scratch(kernel)]),
         _finding("program size", threads <= MAX_THREADS, f"{threads} threads", f"at most {MAX_THREADS}"),
         _finding("LDS", kernel.lds_bytes <= limit, f"{kernel.lds_bytes} bytes", f"at most {limit}"),
         _finding("occupancy", waves > 0, f"{waves:g} waves a SIMD", "room for one program"),
     ]
+
+
+def _no_scratch(kernel: CompiledKernel) -> Finding:
+    return _finding("scratch", kernel.scratch_bytes == 0, f"{kernel.scratch_bytes} bytes a lane", "0")
 
 
 def _finding(check: str, good: bool, found: str, needed: str) -> Finding:

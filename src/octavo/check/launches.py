@@ -115,6 +115,8 @@ def _type(name: str, value: Any) -> str:
         return "i32" if -(2**31) <= value < 2**31 else "i64"
     if isinstance(value, float):
         return "fp32"
+    if type(value).__name__ == "TensorDescriptor":
+        return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
     raise TypeError(
         f"parameter {name!r} was given a {type(value).__name__}: need a tensor, int, float or None"
     )

@@ -1,6 +1,6 @@
 """Cases of rooms that yield none themselves: launches recorded from calls that reach every entry of their tables.
 
-A room that exposes `compile_cases` is left to it (`octavo.check.catalog`).
+A kernel that a room's `compile_cases` yields is left to it (`octavo.check.catalog`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from octavo import hardware
 from octavo.check.launches import Launch, recording
 from octavo.compile_cases import CompileCase
-from octavo.formats import E2M1, E4M3FN, E5M2, Format
+from octavo.formats import E2M1, E4M3FN, E5M2, Format, ScaledTensor
 
 Call = tuple[str, Callable[[], Any]]
 """A few words for the configuration, and a call of the room's launch code."""
@@ -130,6 +130,22 @@ def _grouped(launch: ModuleType, formats: list[Format]) -> Iterator[Call]:
         yield f"{f.key} bf16 G=8 transposed", call(f, True)
 
 
+# ---- matmul -------------------------------------------------------------------------------------------------
+
+
+def _matmul(launch: ModuleType, target: str) -> Iterator[Call]:
+    """A product of few rows and a long contraction, whose parts are added; the tiles have cases of their own."""
+    family = "fnuz" if target in hardware.FNUZ_ARCHITECTURES else "ocp"
+    row = Format(E4M3FN, "rowwise").with_family(family)
+
+    def side(rows: int) -> ScaledTensor:
+        return ScaledTensor(torch.zeros(rows, 8192).to(row.element.dtype), torch.zeros(rows, 1), row)
+
+    for bias in (None, torch.zeros(256, dtype=_BF16)):
+        words = f"split product{'' if bias is None else ' with bias'}"
+        yield words, lambda bias=bias: launch.scaled_mm(side(16), side(256), bias, _BF16, False)
+
+
 # ---- operators ----------------------------------------------------------------------------------------------
 
 _PROGRAMS = 608
@@ -192,6 +208,7 @@ def _rms_norm(launch: ModuleType, target: str) -> Iterator[Call]:
 
 _ROOMS: dict[str, tuple[str, Callable[[ModuleType, str], Iterator[Call]]]] = {
     "quantize": ("octavo.quantize.triton_launch", _quantize),
+    "matmul": ("octavo.matmul.triton_launch", _matmul),
     "topk": ("octavo.operators.topk.launch", _topk),
     "rms_norm": ("octavo.operators.rms_norm.launch", _rms_norm),
 }
