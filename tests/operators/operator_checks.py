@@ -98,7 +98,11 @@ def topk_large() -> int:
     check_topk(
         nasty_rows(500, torch.float32), 40, True, topk_plans.select_plan(10, 500, 40, 4, 2), sorted=False
     )
-    return count + 1
+    for splits in (1, 2):
+        check_topk(
+            nasty_rows(300, torch.float32), 1, True, topk_plans.select_plan(10, 300, 1, 4, 1, splits=splits)
+        )
+    return count + 3
 
 
 def topk_layouts() -> int:

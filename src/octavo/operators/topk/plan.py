@@ -19,6 +19,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def _padded_k(k: int) -> int:
+    """Results a program sorts: at least 2, since Triton 3.6 cannot reduce a tile to its single largest element."""
+    return max(2, next_power_of_2(k))
+
+
 @dataclass(frozen=True)
 class ListPlan:
     """Launch of ``list_topk_kernel``: ``rows`` rows a program, ``lanes`` threads a row."""
@@ -69,7 +74,7 @@ def list_plan(n: int, k: int, lanes: int = 8, num_warps: int = 4) -> ListPlan:
 
 def threshold_plan(n: int, k: int, itemsize: int, num_warps: int) -> ThresholdPlan:
     """Group maxima over a row in registers: k up to 32 and up to 32 columns a chunk position."""
-    kp = next_power_of_2(k)
+    kp = _padded_k(k)
     chunk = num_warps * 32 * (16 // itemsize)
     chunks = next_power_of_2(-(-n // chunk))
     return ThresholdPlan(chunk, chunks, 32 if k <= 16 else 64, max(16, 4 * kp), kp, num_warps)
@@ -85,7 +90,7 @@ def select_plan(
     programs: int = 264,
 ) -> SelectPlan:
     """Streaming selection: any row length, k up to 2048; few long rows are split to reach ``programs``."""
-    kp = next_power_of_2(k)
+    kp = _padded_k(k)
     groups = max(1024, 2 * kp)
     if splits is None:
         splits = max(1, min(programs // m, n // max(8192, 8 * kp)))
