@@ -130,6 +130,23 @@ def _grouped(launch: ModuleType, formats: list[Format]) -> Iterator[Call]:
         yield f"{f.key} bf16 G=8 transposed", call(f, True)
 
 
+# ---- fused --------------------------------------------------------------------------------------------------
+
+
+def _fused(launch: ModuleType, target: str) -> Iterator[Call]:
+    """SwiGLU quantized as it is computed: forward rows, and the backward pass in every recipe's formats."""
+    family = "fnuz" if target in hardware.FNUZ_ARCHITECTURES else "ocp"
+    names = {"rowwise": "power_of_two", "tensorwise": "exact", "1x128": "exact", "1x32": "rceil"}
+    for name, rounding in names.items():
+        f = Format(E4M3FN, name, rounding).with_family(family)
+        h, grad = torch.zeros(256, 8192, dtype=_BF16), torch.zeros(256, 4096, dtype=_BF16)
+        yield f"{f.key} swiglu", lambda f=f, h=h: launch.swiglu_quantize(h, f)
+        yield (
+            f"{f.key} swiglu backward",
+            lambda f=f, h=h, grad=grad: launch.swiglu_backward_quantize(h, grad, f, f, f, False),
+        )
+
+
 # ---- matmul -------------------------------------------------------------------------------------------------
 
 
@@ -208,6 +225,7 @@ def _rms_norm(launch: ModuleType, target: str) -> Iterator[Call]:
 
 _ROOMS: dict[str, tuple[str, Callable[[ModuleType, str], Iterator[Call]]]] = {
     "quantize": ("octavo.quantize.triton_launch", _quantize),
+    "fused": ("octavo.fused.triton_launch", _fused),
     "matmul": ("octavo.matmul.triton_launch", _matmul),
     "topk": ("octavo.operators.topk.launch", _topk),
     "rms_norm": ("octavo.operators.rms_norm.launch", _rms_norm),
