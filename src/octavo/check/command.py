@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
+TABLE_WIDTH = 150
 
 
 def check(
@@ -53,7 +54,8 @@ def check(
     if as_json:
         console.file.write(report.to_json() + "\n")
     else:
-        console.print(report.table())
+        # Cut names and numbers help nobody: a narrow terminal wraps the lines, a pipe gets them whole.
+        Console(width=max(console.width, TABLE_WIDTH)).print(report.table())
         for line in report.limits():
             console.print(
                 f"known limit: {line}", style="yellow", soft_wrap=True, markup=False, highlight=False
