@@ -30,7 +30,7 @@ def _backward_values(h, grad, i, j, M, F, hm, gm):
     return d_gate.to(dtype), d_up.to(dtype), (gate * s * up).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_k", "steps"])
 def swiglu_backward_amax(
     h, grad, one, row, column, a_one, a_column, M, F, hm, gm, tiles_k, steps,
     ONE: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, A_ONE: tl.constexpr, A_COLUMN: tl.constexpr,
@@ -66,7 +66,7 @@ def swiglu_backward_amax(
         tl.atomic_max(a_one, tl.max(tl.max(acts, 0), 0), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_m", "tiles_k"])
 def swiglu_backward_tiles(
     h, grad, direct, direct_scale, direct_amax, turned, turned_scale, turned_amax, act, act_scale, act_amax,
     kept_grad, kept_act, M, F, hm, gm, tiles_m, tiles_k,

@@ -214,5 +214,5 @@ def _backward_tiles(
          a_pitch, triton_launch.pitches(act)[1]),
         {**constants, "KEEP": kept[0] is not None, "BLOCK_M": block_m, "BLOCK_K": block_k, "R": owned,
          "GROUP": config["group"]},
-        config["warps"],
+        min(16, config["warps"] * max(1, block_m * block_k // (config["block_m"] * config["block_k"]))),
     )  # fmt: skip

@@ -56,7 +56,7 @@ def _wide(number):
     return tl.arange(0, 1).to(tl.int64) + number
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["G", "tiles_k"])
 def group_amax(
     x, offs, amax, M, K, sm, sk, G, tiles_k,
     ONE: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, R: tl.constexpr,
@@ -83,7 +83,7 @@ def group_amax(
             tl.atomic_max(amax + _wide(group) * K + j, columns, mask=j < K, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["G", "tiles_k"])
 def quantize_group_rows(
     x, offs, amax, data, scale, M, K, sm, sk, G, tiles_k,
     ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, CAST: tl.constexpr,
@@ -116,7 +116,7 @@ def quantize_group_rows(
         tl.store(scale + i, decodes, mask=i < M)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["G", "align", "tiles_p", "tiles_k"])
 def quantize_group_columns(
     x, offs, amax, data, scale, M, K, capacity, sm, sk, pitch, scale_pitch, G, align, tiles_p, tiles_k,
     ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, CAST: tl.constexpr,

@@ -7,7 +7,8 @@ the whole dimension, whose amax comes from an earlier pass. Rows are indexed by 
 A tile is held as [R, Q, BLOCK_K] with R * Q rows, row q * R + r: so a thread holds R rows that follow each
 other, packs their codes into one word of up to 32 bits, and the transposition moves words, not bytes.
 
-Offsets are int64: experts' weights pass 2^31 elements.
+Counts of tiles are not specialized on, so that a new number of tokens compiles nothing. Offsets are int64:
+experts' weights pass 2^31 elements.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from octavo.quantize.numerics_kernels import (
 from octavo.quantize.source_kernels import load_source
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def quantize_rows(
     x, data, scale, column_amax,
     M, K, sb, sm, sk, pitch, programs,
@@ -100,7 +101,7 @@ def tile_bits(
     return magnitude_bits(load_source(at, mask, K * sk, SOURCE, ""))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_m", "tiles_k", "steps"])
 def amax_tiles(
     x, one_amax, row_amax, column_amax,
     M, K, sb, sm, sk, tiles_m, tiles_k, steps,
@@ -368,7 +369,7 @@ def write_tile(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_m", "tiles_k", "partials"])
 def quantize_tiles(
     x, direct, direct_scale, direct_amax, turned, turned_scale, turned_amax,
     M, K, sb, sm, sk, tiles_m, tiles_k, direct_pitch, direct_scale_pitch, turned_pitch, turned_scale_pitch,

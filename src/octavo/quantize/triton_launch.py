@@ -297,7 +297,8 @@ def turned_words(turned: Output | None, owned: int, rows: int) -> tuple[int, int
     if turned is None:
         return 1, 0
     packed = turned.fmt.element.packed
-    row_codes, first = (n * packed for n in (turned.data.stride(-2), turned.data.storage_offset()))
+    row_codes = int(turned.data.stride(-2)) * packed
+    first = int(turned.data.storage_offset()) * packed
     common = math.gcd(rows, row_codes, first)
     owned = owned if common % (4 * packed) == 0 else math.gcd(common, 4 * packed)
     return owned, row_codes >> triton_kernels.folds(turned.fmt.element.name, owned)
