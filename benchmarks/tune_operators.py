@@ -70,7 +70,7 @@ def forward_candidates(shape):
         for rows in (1, 4, 8, 16, 32):
             plans.append(rows_plan(n, item, 4, rows))
             plans.append(rows_plan(n, item, 4, rows, programs=1056, hold_weight=True, stages=2))
-    elif n * item <= norm_plans.ROW_BYTES_FORWARD * 2:
+    elif n * item <= 2**18:
         for warps in (4, 8, 16, 32):
             if n // (32 * warps) * item > 320:
                 continue

@@ -150,6 +150,22 @@ def test_every_published_shape_has_a_topk_plan_that_covers_it() -> None:
                 assert min(plan.groups, plan.cap) >= 2 * k
 
 
+def test_no_shape_is_outside_the_plan_tables() -> None:
+    sizes = sorted({2**e + d for e in range(21) for d in (-1, 0, 1) if 2**e + d > 0} & set(range(2**20 + 1)))
+    for n in sizes:
+        for m in (1, 64, 65, 512, 513, 2048, 2049, 10**6, 2**31):
+            for itemsize in (2, 4):
+                forward = norm_plans.choose_forward(m, n, itemsize, 264)
+                if isinstance(forward, norm_plans.RowsPlan):
+                    # A row's values stay in registers: 128 of 32 bits a thread at most.
+                    assert forward.rows * forward.c * forward.chunks <= 128 * 32 * forward.num_warps
+                assert not isinstance(norm_plans.choose_backward(m, n, itemsize, 264), norm_plans.LongPlan)
+                for k in {1, min(n, 8), min(n, 32), min(n, 2048)}:
+                    plan = topk_plans.choose(m, n, k, itemsize, 264)
+                    if isinstance(plan, topk_plans.ThresholdPlan):
+                        assert plan.chunk * plan.chunks <= 128 * 32 * plan.num_warps
+
+
 def test_every_norm_shape_has_plans_that_cover_it() -> None:
     for _, m, n in (*published.RMS_NORM, ("", 1, 1), ("", 1, 2**20), ("", 65536, 128), ("", 5, 257)):
         for itemsize in (2, 4):

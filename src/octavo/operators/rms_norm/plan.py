@@ -1,16 +1,15 @@
-"""Which RMSNorm kernel serves which shape, and with what launch parameters. Pure arithmetic on shapes."""
+"""Which RMSNorm kernel serves which shape, and with what launch parameters: ``plans.json`` and arithmetic."""
 
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 MAX_COLUMNS = 2**20
 """Longer rows are left to PyTorch."""
-
-ROW_BYTES_FORWARD = 2**17
-ROW_BYTES_BACKWARD = 2**16
-"""Bytes of a row up to which it is kept in the registers of one program."""
 
 
 def next_power_of_2(n: int) -> int:
@@ -81,32 +80,48 @@ def split_plan(m: int, n: int, c: int, programs: int, num_warps: int = 8, rows: 
     return SplitPlan(splits, span, c, num_warps, rows, groups)
 
 
-def _short_rows(n: int, elements: int) -> int:
-    return max(1, elements // next_power_of_2(n))
+@functools.cache
+def table() -> dict[str, list[dict[str, Any]]]:
+    """Lines of ``plans.json`` for "forward" and "backward"; the last of each fits every shape."""
+    return json.loads(Path(__file__).with_name("plans.json").read_text())
+
+
+def _fits(line: dict[str, Any], m: int, n: int, itemsize: int) -> bool:
+    exact = ((itemsize, line["itemsize"]), (n % 16 == 0, line["aligned"]))
+    limits = ((m, line["rows"]), (n, line["columns"]))
+    return all(want is None or got == want for got, want in exact) and all(
+        limit is None or size <= limit for size, limit in limits
+    )
+
+
+def _choose(kind: str, m: int, n: int, itemsize: int, programs: int) -> Plan:
+    line = next(line for line in table()[kind] if _fits(line, m, n, itemsize))
+    design, warps = line["design"], line["num_warps"]
+    if design == "long":
+        return LongPlan(line["chunk"], warps)
+    if design == "split":
+        return split_plan(m, n, line["chunk"], programs, warps, line.get("group", 4))
+    rows = max(1, line["elements"] // next_power_of_2(n)) if design == "short" else 1
+    groups = -(-m // rows)
+    count = min(groups, line["programs"] * programs // 2) if "programs" in line else 0
+    options = {
+        "programs": count,
+        "stages": line.get("stages", 1),
+        "hold_weight": line.get("hold_weight", False),
+    }
+    chunk = line.get("chunk")
+    if chunk is not None and n > chunk:
+        return RowsPlan(rows, chunk, -(-n // chunk), warps, **options)
+    return rows_plan(n, itemsize, warps, rows, **options)
 
 
 @functools.lru_cache(4096)
 def choose_forward(m: int, n: int, itemsize: int, programs: int) -> Plan:
-    """The forward plan for ``m`` rows of ``n`` columns; ``programs`` fill the device twice."""
-    if m * 4 <= programs and n >= 16384:
-        return split_plan(m, n, 2048, programs)
-    if n * itemsize > ROW_BYTES_FORWARD:
-        return LongPlan(8192, 16)
-    if n <= 1024:
-        return rows_plan(n, itemsize, 4, _short_rows(n, 2048))
-    warps = 4
-    while warps < 32 and n * itemsize > warps * 2048:
-        warps *= 2
-    return rows_plan(n, itemsize, warps)
+    """The forward plan for ``m`` rows of ``n`` columns by ``plans.json``; ``programs`` fill the device twice."""
+    return _choose("forward", m, n, itemsize, programs)
 
 
 @functools.lru_cache(4096)
 def choose_backward(m: int, n: int, itemsize: int, programs: int) -> Plan:
-    """The backward plan for ``m`` rows of ``n`` columns; ``programs`` fill the device twice."""
-    if n * itemsize > ROW_BYTES_BACKWARD or (m * 4 <= programs and n >= 16384):
-        return split_plan(m, n, 1024, programs)
-    if n <= 1024:
-        rows = _short_rows(n, 4096)
-        return rows_plan(n, itemsize, 4, rows, programs=min(-(-m // rows), 2 * programs), stages=2)
-    warps = 8 if n <= 8192 else 16
-    return rows_plan(n, itemsize, warps, programs=min(m, programs), stages=2)
+    """As ``choose_forward``, for the backward."""
+    return _choose("backward", m, n, itemsize, programs)

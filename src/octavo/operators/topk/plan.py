@@ -1,15 +1,14 @@
-"""Which TopK kernel serves which shape, and with what launch parameters. Pure arithmetic on shapes."""
+"""Which TopK kernel serves which shape, and with what launch parameters: ``plans.json`` and arithmetic on shapes."""
 
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 MAX_K = 2048
-LIST_MAX_K = 32
-LIST_MAX_COLUMNS = 1024
-THRESHOLD_MAX_K = 32
-THRESHOLD_MAX_CHUNKS = 32
 PACK32_COLUMNS = 65535
 """Rows shorter than this leave room for the column in the lower 16 bits of a 16-bit dtype's key."""
 
@@ -102,14 +101,26 @@ def select_plan(
     return SelectPlan(splits, span, groups, unroll, max(128, 2 * kp), kp, num_warps)
 
 
+@functools.cache
+def table() -> list[dict[str, Any]]:
+    """Lines of ``plans.json``, the last of which fits every shape."""
+    return json.loads(Path(__file__).with_name("plans.json").read_text())["lines"]
+
+
+def _fits(line: dict[str, Any], m: int, n: int, k: int) -> bool:
+    limits = ((m, line["rows"]), (n, line["columns"]), (k, line["k"]))
+    return m * n >= line["cells"] and all(limit is None or size <= limit for size, limit in limits)
+
+
 @functools.lru_cache(4096)
 def choose(m: int, n: int, k: int, itemsize: int, programs: int) -> Plan:
-    """The plan for ``m`` rows of ``n`` columns; ``programs`` fill the device twice."""
-    if k <= LIST_MAX_K and n <= LIST_MAX_COLUMNS and m * n >= 2**16:
-        return list_plan(n, k)
-    warps = 1
-    while warps < 16 and n > warps * 32 * (16 // itemsize) * 8:
-        warps *= 2
-    if k <= THRESHOLD_MAX_K and n <= warps * 32 * (16 // itemsize) * THRESHOLD_MAX_CHUNKS:
+    """The plan for ``m`` rows of ``n`` columns by ``plans.json``; ``programs`` fill the device twice."""
+    line = next(line for line in table() if _fits(line, m, n, k))
+    if line["design"] == "list":
+        return list_plan(n, k, line["lanes"], line["num_warps"])
+    if line["design"] == "threshold":
+        warps = 1
+        while n > warps * 32 * line["values"]:
+            warps *= 2
         return threshold_plan(n, k, itemsize, warps)
     return select_plan(m, n, k, programs=programs)
