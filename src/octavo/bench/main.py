@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +73,31 @@ def run_case(case: Case, compile: bool = True, host: bool = True) -> dict[str, A
     return result
 
 
+def _selected(suite: str, only: str, force: bool) -> list[Case]:
+    return [case for case in suites.cases(suite, force) if only in case.group or only in case.case]
+
+
+def _first_calls(suite: str, only: str, force: bool, part: int, parts: int) -> None:
+    for case in _selected(suite, only, force)[part::parts]:
+        case.contenders["octavo"](*case.make())
+        torch.cuda.empty_cache()
+
+
+def precompile(suite: str, jobs: int, only: str = "", force: bool = False) -> None:
+    """Call every case once, spread over ``jobs`` processes, so that Triton's cache on disk holds their kernels."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        for future in [pool.submit(_first_calls, suite, only, force, i, jobs) for i in range(jobs)]:
+            future.result()
+
+
 def run(
     suite: str,
     out: Path | str = "benchmarks/results",
     *,
     only: str = "",
     compile: bool = True,
+    compile_only: str = "",
     host: bool = True,
     force: bool = False,
     command: str | None = None,
@@ -89,6 +110,7 @@ def run(
         out: the folder for ``<suite>-<card>.json`` and its summary ``.md``.
         only: run the cases whose group or name contains this.
         compile: also time torch.compile, which takes seconds a case.
+        compile_only: but only for cases whose name contains this.
         host: also measure event, wall and host time of short cases.
         force: take cases that no measurement says to take.
         command: how the run was started, for the file; made up from the arguments by default.
@@ -102,7 +124,7 @@ def run(
         RuntimeError: without a GPU.
         AssertionError: if a result is wrong.
     """
-    selected = [case for case in suites.cases(suite, force) if only in case.group or only in case.case]
+    selected = _selected(suite, only, force)
     if not selected:
         raise ValueError(f"no case of suite {suite!r} contains {only!r}")
     if not torch.cuda.is_available():
@@ -110,7 +132,7 @@ def run(
     on = report.machine()
     entries = []
     for case in selected:
-        entry = run_case(case, compile, host)
+        entry = run_case(case, compile and compile_only in case.case, host)
         entries.append(entry)
         times = ", ".join(f"{name} {ms * 1e3:.1f}" for name, ms in entry["ms"].items())
         progress(f"{case.group} {case.case}: {times} us{'' if entry['taken'] else ' (not taken)'}")

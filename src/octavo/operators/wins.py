@@ -1,13 +1,13 @@
 """Where a kernel of ours was measured faster than PyTorch's own: committed tables, and the owner's overlay.
 
-``wins/<architecture>.json`` holds, for each operator, boxes of shapes; in a box every shape measured was faster by the
-worse of event time and unflushed back-to-back wall time:
+``wins_tables/<architecture>.json`` holds, for each operator, boxes of shapes; in a box every shape measured was faster
+by event time and by unflushed back-to-back wall time:
 
-    {"run": "benchmarks/results/topk-h200.json",
+    {"run": "topk-h200.json of 2026-12-01T10:00:00+00:00 on NVIDIA H200",
      "topk": [{"dtype": ["float32"], "m": [256, 65536], "n": [1024, 8192], "k": [1, 16]}]}
 
-A list of strings is a set, a pair of integers a closed range. ``octavo tune --wins`` writes the same format for the
-card at hand to ``$OCTAVO_WINS`` (or ``~/.cache/octavo/wins``), which replaces the operators it names.
+A list of strings is a set, a pair of integers a closed range. ``octavo.bench.wins_table`` makes the boxes from results
+files; the owner's own, in ``$OCTAVO_WINS`` (or ``~/.cache/octavo/wins``), replace the operators they name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import torch
 
 from octavo import hardware
 
-_COMMITTED = Path(__file__).with_name("wins_tables")
+COMMITTED = Path(__file__).with_name("wins_tables")
+"""Tables that come with the package; ``python -m octavo.bench wins`` writes them."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,14 @@ def overlay_folder() -> Path:
 def tables(architecture: str) -> dict[str, Table]:
     """Operator name to table, the overlay's in place of the committed ones; empty where nothing was measured."""
     found: dict[str, Table] = {}
-    for folder in (_COMMITTED, overlay_folder()):
+    for folder in (COMMITTED, overlay_folder()):
         path = folder / f"{architecture}.json"
         if not path.is_file():
             continue
         data = json.loads(path.read_text())
         run = data.pop("run")
         for operator, boxes in data.items():
-            found[operator] = Table(tuple(boxes), run if folder is _COMMITTED else f"{run} ({path})")
+            found[operator] = Table(tuple(boxes), run if folder is COMMITTED else f"{run} ({path})")
     return found
 
 
