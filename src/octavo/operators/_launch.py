@@ -8,6 +8,8 @@ hook, or the kernel is interpreted, the ordinary path is taken.
 from __future__ import annotations
 
 import functools
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,8 +46,8 @@ def launch(
     constants: dict[str, Any],
     num_warps: int,
     device: torch.device,
-) -> None:
-    """Run a Triton kernel on ``device``'s current stream.
+) -> Any:
+    """Run a Triton kernel on ``device``'s current stream; returns what Triton compiled, None off the GPU.
 
     Args:
         kernel: the ``triton.jit`` function.
@@ -57,12 +59,11 @@ def launch(
     """
     if device.type != "cuda":
         kernel[grid](*arguments, **constants, num_warps=num_warps)
-        return
+        return None
     index = device.index
     if index is not None and index != torch.cuda.current_device():
         with torch.cuda.device(index):
-            launch(kernel, grid, arguments, constants, num_warps, device)
-        return
+            return launch(kernel, grid, arguments, constants, num_warps, device)
     key = (
         kernel,
         index,
@@ -72,11 +73,77 @@ def launch(
     )
     compiled = _compiled.get(key)
     if compiled is None or _hooked(_runtime()):
-        _compiled[key] = kernel[grid](*arguments, **constants, num_warps=num_warps)
-        return
+        compiled = _compiled[key] = kernel[grid](*arguments, **constants, num_warps=num_warps)
+        return compiled
     x, y, z = (*grid, 1, 1)[:3]
     stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if index is None else index)
     metadata = compiled.packed_metadata
     compiled.run(
         x, y, z, stream, compiled.function, metadata, None, None, None, *arguments, *constants.values()
     )
+    return compiled
+
+
+class Step:
+    """A launch of which only the tensors change, and they in address alone: dtypes, shapes and strides stay.
+
+    Once compiled, a call with addresses that are multiples of 16 hands them straight to Triton's launcher; any other
+    call goes through ``launch``.
+
+    Args:
+        kernel: the ``triton.jit`` function, whose parameters are tensors, then numbers, then constants.
+        grid: one to three program counts.
+        scalars: its numbers, in order.
+        constants: as for ``launch``.
+        num_warps: warps of a program.
+        device: where the tensors are.
+    """
+
+    __slots__ = ("_constants", "_device", "_grid", "_index", "_kernel", "_ready", "_scalars", "_warps")
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        scalars: tuple[int | float, ...],
+        constants: dict[str, Any],
+        num_warps: int,
+        device: torch.device,
+    ) -> None:
+        self._kernel, self._grid, self._scalars = kernel, grid, scalars
+        self._constants, self._warps, self._device = constants, num_warps, device
+        self._index = device.index
+        self._ready: tuple[Any, ...] | None = None
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        """Launch on ``tensors``."""
+        ready = self._ready
+        if ready is not None and torch._C._cuda_getDevice() == self._index and not _hooked(_runtime()):
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            if not functools.reduce(operator.or_, addresses) & 15:
+                run, programs, function, metadata, rest = ready
+                stream = torch._C._cuda_getCurrentRawStream(self._index)
+                # Triton's launchers take an address in place of a tensor, and then do not ask the driver about it.
+                run(*programs, stream, function, metadata, None, None, None, *addresses, *rest)
+                return
+        arguments = (*tensors, *self._scalars)
+        compiled = launch(self._kernel, self._grid, arguments, self._constants, self._warps, self._device)
+        if compiled is not None and ready is None and all(t.data_ptr() & 15 == 0 for t in tensors):
+            programs = (*self._grid, 1, 1)[:3]
+            rest = (*self._scalars, *self._constants.values())
+            self._ready = (compiled.run, programs, compiled.function, compiled.packed_metadata, rest)
+
+
+Prepared = Callable[..., None]
+"""The launches of one call of an operator, to be called with its tensors."""
+
+
+class Cache(dict[Any, Any]):
+    """What was prepared for arguments seen before; forgets everything once there are ``limit`` of them."""
+
+    limit = 4096
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if len(self) >= self.limit:
+            self.clear()
+        super().__setitem__(key, value)

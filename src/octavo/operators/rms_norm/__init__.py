@@ -15,6 +15,7 @@ import torch
 
 from octavo import hardware
 from octavo.operators import wins
+from octavo.operators._launch import Cache, Prepared
 from octavo.operators.override import Override, is_copy_on_write
 from octavo.operators.rms_norm import plan as plans
 from octavo.operators.rms_norm.reference import default_eps
@@ -113,6 +114,9 @@ def _device_programs(x: torch.Tensor) -> int:
     return 264 if x.device.type != "cuda" else _programs(x.device.index)
 
 
+_prepared = Cache()
+
+
 def fused_rms_norm(
     input: torch.Tensor,
     normalized_shape: Sequence[int],
@@ -122,20 +126,31 @@ def fused_rms_norm(
     plan: plans.Plan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(y, rstd) for arguments that ``why_not_forward`` accepts; ``plan`` overrides the choice of kernel."""
-    from octavo.operators.rms_norm.launch import forward
-
-    n = math.prod(normalized_shape)
-    x = _rows(input, n)
-    m = x.shape[0]
-    y = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-    outer = input.ndim - len(normalized_shape)
-    rstd = torch.empty(
-        (*input.shape[:outer], *([1] * len(normalized_shape))), dtype=torch.float32, device=x.device
-    )
-    plan = plan or plans.choose_forward(m, n, x.element_size(), _device_programs(x))
-    w = None if weight is None else weight.contiguous()
-    forward(x, w, default_eps() if eps is None else eps, y, rstd, plan)
+    dims = len(normalized_shape)
+    weight_dtype = None if weight is None else weight.dtype
+    key = (input.shape, input.stride(), input.dtype, input.device, weight_dtype, dims, eps, plan)
+    found = _prepared.get(key)
+    if found is None:
+        found = _prepared[key] = _prepare_forward(input, dims, weight is not None, eps, plan)
+    run, n, plain, rstd_shape = found
+    x = input if plain else _rows(input, n)
+    y = torch.empty_like(x) if plain else torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    rstd = x.new_empty(rstd_shape, dtype=torch.float32)
+    run(x, x if weight is None else weight.contiguous(), y, rstd)
     return y, rstd
+
+
+def _prepare_forward(
+    input: torch.Tensor, dims: int, has_weight: bool, eps: float | None, plan: plans.Plan | None
+) -> tuple[Prepared, int, bool, tuple[int, ...]]:
+    """The launches, the row length, whether input is [m, n] and contiguous already, and the shape of rstd."""
+    from octavo.operators.rms_norm.launch import prepare_forward
+
+    n = math.prod(input.shape[-dims:])
+    x = _rows(input, n)
+    plan = plan or plans.choose_forward(x.shape[0], n, x.element_size(), _device_programs(x))
+    run = prepare_forward(x, has_weight, default_eps() if eps is None else eps, plan)
+    return run, n, x is input and x.is_contiguous(), (*input.shape[:-dims], *([1] * dims))
 
 
 def fused_rms_norm_backward(
@@ -149,21 +164,45 @@ def fused_rms_norm_backward(
     plan: plans.Plan | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(dx, dw) for arguments that ``why_not_backward`` accepts; ``plan`` overrides the choice of kernel."""
-    from octavo.operators.rms_norm.launch import backward
-
-    n = math.prod(normalized_shape)
-    x = _rows(input, n)
-    g = _rows(grad_out, n)
-    dx = torch.empty(input.shape, dtype=input.dtype, device=x.device) if output_mask[0] else None
-    dw = None
-    if output_mask[1] and weight is not None:
-        dw = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
-    if dx is None and dw is None:
+    need_dx, need_dw = output_mask[0], output_mask[1] and weight is not None
+    if not (need_dx or need_dw):
         return None, None
-    plan = plan or plans.choose_backward(x.shape[0], n, x.element_size(), _device_programs(x))
-    w = None if weight is None else weight.contiguous()
-    backward(g, x, w, rstd.contiguous(), dx, dw, plan)
+    weight_dtype = None if weight is None else weight.dtype
+    dims = len(normalized_shape)
+    of_input = (input.shape, input.stride(), input.dtype, input.device, weight_dtype, dims)
+    # dw has the weight's dtype, so the key has it too.
+    key = (*of_input, grad_out.stride(), grad_out.dtype, need_dx, need_dw, plan)
+    found = _prepared.get(key)
+    if found is None:
+        n = math.prod(input.shape[-dims:])
+        has_weight = weight is not None
+        found = _prepared[key] = _prepare_backward(grad_out, input, n, has_weight, need_dx, need_dw, plan), n
+    run, n = found
+    g, x = _rows(grad_out, n), _rows(input, n)
+    dx = torch.empty(input.shape, dtype=input.dtype, device=input.device) if need_dx else None
+    dw = (
+        torch.empty(weight.shape, dtype=weight_dtype, device=x.device)
+        if need_dw and weight is not None
+        else None
+    )
+    run(g, x, x if weight is None else weight.contiguous(), rstd.contiguous(), dx, dw)
     return dx, dw
+
+
+def _prepare_backward(
+    grad_out: torch.Tensor,
+    input: torch.Tensor,
+    n: int,
+    has_weight: bool,
+    need_dx: bool,
+    need_dw: bool,
+    plan: plans.Plan | None,
+) -> Prepared:
+    from octavo.operators.rms_norm.launch import prepare_backward
+
+    g, x = _rows(grad_out, n), _rows(input, n)
+    plan = plan or plans.choose_backward(x.shape[0], n, x.element_size(), _device_programs(x))
+    return prepare_backward(g, x, has_weight, need_dx, need_dw, plan)
 
 
 OVERRIDES = (

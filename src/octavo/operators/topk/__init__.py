@@ -12,6 +12,7 @@ import torch
 
 from octavo import hardware
 from octavo.operators import wins
+from octavo.operators._launch import Cache
 from octavo.operators.override import Override, is_copy_on_write
 from octavo.operators.topk import plan as plans
 
@@ -92,6 +93,9 @@ def _plan(x: torch.Tensor, k: int) -> plans.Plan:
     return plans.choose(x.shape[0], x.shape[1], k, x.element_size(), programs)
 
 
+_prepared = Cache()
+
+
 def topk(
     self: torch.Tensor,
     k: int,
@@ -104,18 +108,22 @@ def topk(
     plan: plans.Plan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``torch.topk`` for arguments that ``why_not`` accepts; ``plan`` overrides the choice of kernel."""
-    from octavo.operators.topk.launch import topk_rows
-
     last = dim in (-1, self.ndim - 1)
     x = self if last else self.movedim(dim, -1)
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     shape = (*x.shape[:-1], k)
     direct = last and values is not None and indices is not None
-    out_values = values if direct else torch.empty(shape, dtype=x.dtype, device=x.device)
-    out_indices = indices if direct else torch.empty(shape, dtype=torch.int64, device=x.device)
+    out_values = values if direct else x.new_empty(shape)
+    out_indices = indices if direct else x.new_empty(shape, dtype=torch.int64)
     assert out_values is not None
     assert out_indices is not None
-    topk_rows(rows, k, largest, sorted, plan or _plan(rows, k), out_values, out_indices)
+    key = (rows.shape, rows.stride(), rows.dtype, rows.device, k, largest, sorted, plan)
+    run = _prepared.get(key)
+    if run is None:
+        from octavo.operators.topk.launch import prepare
+
+        run = _prepared[key] = prepare(rows, k, largest, sorted, plan or _plan(rows, k))
+    run(rows, out_values, out_indices)
     if last:
         return out_values, out_indices
     out_values, out_indices = out_values.movedim(-1, dim), out_indices.movedim(-1, dim)

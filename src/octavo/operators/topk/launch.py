@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from octavo.operators._launch import launch
+from octavo.operators._launch import Prepared, Step
 from octavo.operators.topk import plan as plans
 from octavo.operators.topk.list_kernels import list_topk_kernel
 from octavo.operators.topk.select_kernels import select_topk_kernel
@@ -21,24 +21,20 @@ def topk_rows(
     indices: torch.Tensor,
 ) -> None:
     """Top ``k`` of every row of ``x`` [m, n] (any strides) into contiguous ``values`` and int64 ``indices`` [m, k]."""
+    prepare(x, k, largest, sorted, plan)(x, values, indices)
+
+
+def prepare(x: torch.Tensor, k: int, largest: bool, sorted: bool, plan: plans.Plan) -> Prepared:
+    """What to call with (x, values, indices) like ``x`` and as ``topk_rows`` takes them."""
     pack32 = x.dtype != torch.float32 and x.shape[1] < plans.PACK32_COLUMNS
     if isinstance(plan, plans.ListPlan):
-        _list(x, k, largest, plan, values, indices, pack32)
-    elif isinstance(plan, plans.ThresholdPlan):
-        _threshold(x, k, largest, plan, values, indices, pack32)
-    else:
-        _select(x, k, largest, sorted, plan, values, indices, pack32)
+        return _list(x, k, largest, plan, pack32)
+    if isinstance(plan, plans.ThresholdPlan):
+        return _threshold(x, k, largest, plan, pack32)
+    return _select(x, k, largest, sorted, plan, pack32)
 
 
-def _list(
-    x: torch.Tensor,
-    k: int,
-    largest: bool,
-    p: plans.ListPlan,
-    values: torch.Tensor,
-    indices: torch.Tensor,
-    pack32: bool,
-) -> None:
+def _list(x: torch.Tensor, k: int, largest: bool, p: plans.ListPlan, pack32: bool) -> Prepared:
     m, n = x.shape
     constants = {
         "ROWS": p.rows,
@@ -49,21 +45,12 @@ def _list(
         "LARGEST": largest,
         "PACK32": pack32,
     }
-    arguments = (x, values, indices, m, n, k, x.stride(0), x.stride(1))
-    launch(list_topk_kernel, (-(-m // p.rows),), arguments, constants, p.num_warps, x.device)
+    scalars = (m, n, k, x.stride(0), x.stride(1))
+    return Step(list_topk_kernel, (-(-m // p.rows),), scalars, constants, p.num_warps, x.device)
 
 
-def _threshold(
-    x: torch.Tensor,
-    k: int,
-    largest: bool,
-    p: plans.ThresholdPlan,
-    values: torch.Tensor,
-    indices: torch.Tensor,
-    pack32: bool,
-) -> None:
+def _threshold(x: torch.Tensor, k: int, largest: bool, p: plans.ThresholdPlan, pack32: bool) -> Prepared:
     m, n = x.shape
-    scratch = torch.empty((m, p.cap), dtype=torch.int64, device=x.device)
     constants = {
         "CHUNK": p.chunk,
         "CHUNKS": p.chunks,
@@ -74,28 +61,24 @@ def _threshold(
         "PACK32": pack32,
         "EVEN": p.chunk * p.chunks == n,
     }
-    arguments = (x, values, indices, scratch, n, k, x.stride(0), x.stride(1))
-    launch(threshold_topk_kernel, (m,), arguments, constants, p.num_warps, x.device)
+    scalars = (n, k, x.stride(0), x.stride(1))
+    step = Step(threshold_topk_kernel, (m,), scalars, constants, p.num_warps, x.device)
+
+    def run(x: torch.Tensor, values: torch.Tensor, indices: torch.Tensor) -> None:
+        step(x, values, indices, indices.new_empty((m, p.cap)))
+
+    return run
 
 
 def _select(
-    x: torch.Tensor,
-    k: int,
-    largest: bool,
-    sorted: bool,
-    p: plans.SelectPlan,
-    values: torch.Tensor,
-    indices: torch.Tensor,
-    pack32: bool,
-) -> None:
+    x: torch.Tensor, k: int, largest: bool, sorted: bool, p: plans.SelectPlan, pack32: bool
+) -> Prepared:
     m, n = x.shape
-    scratch = torch.empty((m * p.splits, p.cap), dtype=torch.int64, device=x.device)
-    partial = scratch
-    if p.splits > 1:
-        partial = torch.empty((m, p.splits * p.kp), dtype=torch.int64, device=x.device)
     source = (x.stride(0), x.stride(1))
 
-    def run(keys: torch.Tensor, columns: int, splits: int, span: int, unroll: int, packed: bool) -> None:
+    def step(
+        columns: int, splits: int, span: int, unroll: int, strides: tuple[int, int], packed: bool
+    ) -> Step:
         constants = {
             "SPLITS": splits,
             "GROUPS": p.groups,
@@ -108,12 +91,21 @@ def _select(
             "SORTED": sorted,
             "ALIGNED": columns % 16 == 0 and span % 16 == 0,
         }
-        strides = (keys.stride(0), keys.stride(1), *source)
-        arguments = (keys, x, values, indices, scratch, partial, columns, k, span, *strides)
-        launch(select_topk_kernel, (m * splits,), arguments, constants, p.num_warps, x.device)
+        scalars = (columns, k, span, *strides, *source)
+        return Step(select_topk_kernel, (m * splits,), scalars, constants, p.num_warps, x.device)
 
-    run(x, n, p.splits, p.span, p.unroll, packed=False)
-    if p.splits > 1:
-        columns = p.splits * p.kp
-        unroll = max(1, min(p.unroll, plans.next_power_of_2(-(-columns // p.groups))))
-        run(partial, columns, 1, columns, unroll, packed=True)
+    first = step(n, p.splits, p.span, p.unroll, source, packed=False)
+    columns = p.splits * p.kp
+    unroll = max(1, min(p.unroll, plans.next_power_of_2(-(-columns // p.groups))))
+    second = step(columns, 1, columns, unroll, (columns, 1), packed=True)
+
+    def run(x: torch.Tensor, values: torch.Tensor, indices: torch.Tensor) -> None:
+        scratch = indices.new_empty((m * p.splits, p.cap))
+        if p.splits == 1:
+            first(x, x, values, indices, scratch, scratch)
+            return
+        partial = indices.new_empty((m, columns))
+        first(x, x, values, indices, scratch, partial)
+        second(partial, x, values, indices, scratch, partial)
+
+    return run

@@ -1,0 +1,83 @@
+"""The short way of launching a compiled kernel, with a launcher that only notes what it is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.operators import _launch
+from octavo.operators._launch import Cache, Step
+
+
+class _Compiled:
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[Any, ...]] = []
+
+    def run(self, *arguments: Any) -> None:
+        self.runs.append(arguments)
+
+
+@pytest.fixture
+def _gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[_Compiled, list[Any]]:
+    """One GPU of index 0 as far as launching goes: what is compiled, and the calls of ``launch``."""
+    pytest.importorskip("triton", reason="launch hooks are Triton's")
+    compiled, ordinary = _Compiled(), []
+
+    def launch(kernel, grid, arguments, constants, num_warps, device) -> _Compiled:
+        ordinary.append(arguments)
+        return compiled
+
+    monkeypatch.setattr(_launch, "launch", launch)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
+    return compiled, ordinary
+
+
+def _step() -> Step:
+    return Step("kernel", (5, 2), (8, 1e-6), {"C": 64, "EVEN": True}, 4, torch.device("cuda", 0))
+
+
+def test_first_call_is_ordinary_and_later_ones_are_short(_gpu) -> None:
+    compiled, ordinary = _gpu
+    step, a, b = _step(), torch.empty(64), torch.empty(64)
+    step(a, b)
+    assert ordinary == [(a, b, 8, 1e-6)]
+    assert compiled.runs == []
+    step(b, a)
+    assert len(ordinary) == 1
+    head = (5, 2, 1, 77, "function", "metadata", None, None, None)
+    assert compiled.runs == [(*head, b.data_ptr(), a.data_ptr(), 8, 1e-6, 64, True)]
+
+
+def test_unaligned_tensors_other_devices_and_hooks_go_the_ordinary_way(_gpu, monkeypatch) -> None:
+    compiled, ordinary = _gpu
+    step, a = _step(), torch.empty(64)
+    step(a[1:])
+    step(a)
+    step(a[1:])
+    assert len(ordinary) == 3, (
+        "code compiled for unaligned addresses may not serve aligned ones, or the reverse"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+        step(a)
+    with monkeypatch.context() as patch:
+        patch.setattr(_launch, "_hooked", lambda runtime: True)
+        step(a)
+    assert len(ordinary) == 5
+    assert compiled.runs == []
+    step(a)
+    assert len(compiled.runs) == 1
+
+
+def test_cache_forgets_rather_than_grows(monkeypatch) -> None:
+    monkeypatch.setattr(Cache, "limit", 3)
+    cache = Cache()
+    for i in range(7):
+        cache[i] = i
+        assert len(cache) <= 3
+    assert cache[6] == 6
