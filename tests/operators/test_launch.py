@@ -22,7 +22,7 @@ class _Compiled:
 
 
 @pytest.fixture
-def _gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[_Compiled, list[Any]]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[_Compiled, list[Any]]:
     """One GPU of index 0 as far as launching goes: what is compiled, and the calls of ``launch``."""
     pytest.importorskip("triton", reason="launch hooks are Triton's")
     compiled, ordinary = _Compiled(), []
@@ -41,8 +41,8 @@ def _step() -> Step:
     return Step("kernel", (5, 2), (8, 1e-6), {"C": 64, "EVEN": True}, 4, torch.device("cuda", 0))
 
 
-def test_first_call_is_ordinary_and_later_ones_are_short(_gpu) -> None:
-    compiled, ordinary = _gpu
+def test_first_call_is_ordinary_and_later_ones_are_short(gpu) -> None:
+    compiled, ordinary = gpu
     step, a, b = _step(), torch.empty(64), torch.empty(64)
     step(a, b)
     assert ordinary == [(a, b, 8, 1e-6)]
@@ -53,8 +53,8 @@ def test_first_call_is_ordinary_and_later_ones_are_short(_gpu) -> None:
     assert compiled.runs == [(*head, b.data_ptr(), a.data_ptr(), 8, 1e-6, 64, True)]
 
 
-def test_unaligned_tensors_other_devices_and_hooks_go_the_ordinary_way(_gpu, monkeypatch) -> None:
-    compiled, ordinary = _gpu
+def test_unaligned_tensors_other_devices_and_hooks_go_the_ordinary_way(gpu, monkeypatch) -> None:
+    compiled, ordinary = gpu
     step, a = _step(), torch.empty(64)
     step(a[1:])
     step(a)

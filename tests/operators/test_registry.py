@@ -67,8 +67,7 @@ def test_run_script(tmp_path: Path) -> None:
         "import sys\nfrom octavo import operators\n"
         "print(sys.argv[1:], __name__, [s.overload for s in operators.status() if s.enabled])\n"
     )
-    code = "import sys; from octavo.operators import run_script; run_script(sys.argv[1], sys.argv[2:])"
-    printed = _run(["-c", code, str(script), "a", "b"], OCTAVO_OPERATORS="topk")
+    printed = _run(["-m", "octavo.operators", str(script), "a", "b"], OCTAVO_OPERATORS="topk")
     assert printed.startswith("['a', 'b'] __main__")
     with pytest.raises(FileNotFoundError, match="no script at"):
         operators.run_script(str(tmp_path / "absent.py"))

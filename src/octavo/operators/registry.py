@@ -29,7 +29,7 @@ OPERATORS = {"topk": "octavo.operators.topk", "rms_norm": "octavo.operators.rms_
 """Names that ``enable`` takes, and the module that holds each one's OVERRIDES."""
 
 ENVIRONMENT = "OCTAVO_OPERATORS"
-"""Names to switch on in programs started by ``octavo run``, separated by commas; ``all`` for all."""
+"""Names for ``run_script`` to switch on, separated by commas; ``all`` for all."""
 
 
 @dataclass(frozen=True)
