@@ -66,6 +66,20 @@ def test_a_peer_that_cannot_run_is_skipped_with_its_reason() -> None:
     assert set(entry["ms"]) == {"octavo", "aten"}
 
 
+@pytest.mark.usefixtures("_timed")
+def test_a_failing_case_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "cases", lambda suite, force: [_case(3.0), _case(2.0)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(report, "machine", lambda: {"gpu": "NVIDIA H200", "copy_gb_s": 4200})
+    said = []
+    with pytest.raises(
+        RuntimeError, match="1 of 2 cases failed, the first is doubling fp32 4: AssertionError"
+    ):
+        main.run("topk", tmp_path, compile=False, host=False, progress=said.append)
+    assert said[0].startswith("FAILED doubling")
+    assert len(json.loads((tmp_path / "topk-h200.json").read_text())["cases"]) == 1
+
+
 def test_results_file_and_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "versions", lambda: {"octavo": "0", "torch": "2.11", "peers": {}})
     entries = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -79,7 +80,9 @@ def _selected(suite: str, only: str, force: bool) -> list[Case]:
 
 def _first_calls(suite: str, only: str, force: bool, part: int, parts: int) -> None:
     for case in _selected(suite, only, force)[part::parts]:
-        case.contenders["octavo"](*case.make())
+        # A case that fails here fails again when it is checked, and is reported then.
+        with contextlib.suppress(Exception):
+            case.contenders["octavo"](*case.make())
         torch.cuda.empty_cache()
 
 
@@ -122,7 +125,7 @@ def run(
     Raises:
         ValueError: for an unknown suite, or if no case is left.
         RuntimeError: without a GPU.
-        AssertionError: if a result is wrong.
+        RuntimeError: at the end, if a case failed; a wrong result is not timed.
     """
     selected = _selected(suite, only, force)
     if not selected:
@@ -130,17 +133,27 @@ def run(
     if not torch.cuda.is_available():
         raise RuntimeError(f"suite {suite!r} is timed on a GPU and torch sees none")
     on = report.machine()
-    entries = []
-    for case in selected:
-        entry = run_case(case, compile and compile_only in case.case, host)
-        entries.append(entry)
-        times = ", ".join(f"{name} {ms * 1e3:.1f}" for name, ms in entry["ms"].items())
-        progress(f"{case.group} {case.case}: {times} us{'' if entry['taken'] else ' (not taken)'}")
-        torch.cuda.empty_cache()
     words = [f"--only {only!r}"] * bool(only) + ["--force"] * force + ["--no-compile"] * (not compile)
     protocol = timing.GRAPH.format(rounds=ROUNDS)
     command = command or " ".join(["octavo bench", suite, *words])
-    content = report.results(suite, command, protocol, on, entries)
-    path = report.write(content, Path(out))
-    path.with_suffix(".md").write_text(report.summary(content))
+    entries, failures = [], []
+    path = None
+    for case in selected:
+        name = f"{case.group} {case.case}"
+        try:
+            entry = run_case(case, compile and compile_only in case.case, host)
+        except Exception as error:
+            failures.append(f"{name}: {type(error).__name__}: {error}")
+            progress(f"FAILED {failures[-1]}")
+            continue
+        entries.append(entry)
+        times = ", ".join(f"{name} {ms * 1e3:.1f}" for name, ms in entry["ms"].items())
+        progress(f"{name}: {times} us{'' if entry['taken'] else ' (not taken)'}")
+        torch.cuda.empty_cache()
+        # Written as they come, so that a run cut short leaves what it has.
+        content = report.results(suite, command, protocol, on, entries)
+        path = report.write(content, Path(out))
+        path.with_suffix(".md").write_text(report.summary(content))
+    if failures or path is None:
+        raise RuntimeError(f"{len(failures)} of {len(selected)} cases failed, the first is {failures[0]}")
     return path
