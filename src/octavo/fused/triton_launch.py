@@ -131,10 +131,11 @@ def swiglu_backward_quantize(
     config = launch_tables.lookup(arch, "swiglu_backward", "tiles")
     formats = [f for f in (fmt, transposed_fmt, activation_fmt) if f is not None]
     block_k = max(config["block_k"], *(max(f.block) for f in formats), 1)
-    if columns % block_k or not rows:
+    direct, turned = triton_launch.outputs(h, torch.Size((1, rows, 2 * columns)), fmt, transposed_fmt)
+    same = direct is not None and turned is not None and triton_launch.same_codes(direct, turned)
+    if columns % block_k or not rows or same:
         return _backward_in_steps(h, grad, fmt, transposed_fmt, activation_fmt, keep)
     h, grad = (t if t.stride(1) == 1 else t.contiguous() for t in (h, grad))
-    direct, turned = triton_launch.outputs(h, torch.Size((1, rows, 2 * columns)), fmt, transposed_fmt)
     _, act = triton_launch.outputs(h, torch.Size((1, rows, columns)), None, activation_fmt)
     kept = (h.new_empty(h.shape), h.new_empty(grad.shape)) if keep else (None, None)
     with triton_launch.on_device(h.device):
@@ -147,7 +148,8 @@ def _backward_in_steps(
     h: torch.Tensor, grad: torch.Tensor, fmt: Format | None, transposed_fmt: Format | None,
     activation_fmt: Format | None, keep: bool,
 ) -> Tensors:  # fmt: skip
-    # Tiles would straddle gate and up: the values are made first.
+    # Tiles would straddle gate and up, or one set of codes would be stored both ways (see triton_launch._apart):
+    # the values are made first.
     dh, a = reference.swiglu_backward(h, grad).to(h.dtype), reference.swiglu(h).to(h.dtype)
     direct, turned = triton_launch.quantize_optional(dh, fmt, transposed_fmt)
     _, act = triton_launch.quantize_optional(a, None, activation_fmt)

@@ -68,6 +68,10 @@ def _why_not_output(a: ScaledTensor, b: ScaledTensor, out_dtype: torch.dtype) ->
 def _why_not_size(a: ScaledTensor, b: ScaledTensor) -> str | None:
     if 0 in (a.shape[0], b.shape[0], a.shape[1]):
         return "an extent is zero"
+    # cuBLAS reads a column of 128x128 scales as if it were padded to a multiple of 4, and computes nonsense if not.
+    blocks = -(-a.shape[1] // 128)
+    if "128x128" in (a.format.granularity, b.format.granularity) and blocks % 4:
+        return f"128x128 scales need a multiple of 4 blocks along K, not {blocks}"
     # A column of 1x128 scales is as long as the rows and must start at a multiple of 16 bytes; b's rows are padded.
     if a.format.granularity == "1x128" and a.shape[0] % 4:
         return f"1x128 scales need a multiple of 4 rows, not {a.shape[0]}"

@@ -312,7 +312,11 @@ def launch_tiles(
     amax: Amax,
     source: str = "plain",
 ) -> None:
-    """The pass that writes: both outputs from one read."""
+    """The pass that writes: both outputs from one read, or a read each where that was faster or is needed."""
+    if direct is not None and turned is not None and _apart(arch, direct, turned):
+        launch_tiles(x, arch, direct, None, amax, source)
+        launch_tiles(x, arch, None, turned, amax, source)
+        return
     batch, rows, columns = x.shape
     outputs = [o for o in (direct, turned) if o is not None]
     kind = "both" if len(outputs) == 2 else "direct" if direct is not None else "turned"
@@ -335,6 +339,19 @@ def launch_tiles(
          "EVICT": "evict_first" if whole and config["evict"] else ""},
         config["warps"],
     )  # fmt: skip
+
+
+def same_codes(direct: Output, turned: Output) -> bool:
+    """Whether the transposed codes are the direct ones, only elsewhere."""
+    a, b = direct.fmt, turned.fmt
+    return (a.element, a.rounding, direct.block) == (b.element, b.rounding, turned.block)
+
+
+def _apart(arch: str, direct: Output, turned: Output) -> bool:
+    # One set of codes stored both ways comes out wrong on Hopper with Triton 3.6 (the transposed copy differs,
+    # seen on an H200, though not in Triton's interpreter), so such outputs take a launch each.
+    keys = (f"both/{direct.fmt.granularity}", f"both/{turned.fmt.granularity}", "both")
+    return same_codes(direct, turned) or bool(launch_tables.lookup(arch, "tiles", *keys).get("apart", 0))
 
 
 def pointers(output: Output | None, amax: Amax) -> tuple[torch.Tensor | None, ...]:
