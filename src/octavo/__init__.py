@@ -46,3 +46,12 @@ __all__ = [
 ]
 
 _hardware.check_torch_version()
+
+
+def __getattr__(name: str) -> object:
+    # The operator half is loaded when it is first named, so that training pays nothing for it.
+    if name == "operators":
+        import importlib
+
+        return importlib.import_module("octavo.operators")
+    raise AttributeError(f"module 'octavo' has no attribute {name!r}")
