@@ -197,11 +197,12 @@ def _topk(launch: ModuleType, target: str) -> Iterator[Call]:
 
 def _rms_norm(launch: ModuleType, target: str) -> Iterator[Call]:
     plans = launch.plans
+    lanes = 64 if target.startswith("gfx") else 32
 
     def forward(m: int, n: int, dtype: torch.dtype) -> Callable[[], Any]:
         def call() -> None:
             x, weight = torch.zeros(m, n, dtype=dtype), torch.zeros(n, dtype=dtype)
-            plan = plans.choose_forward(m, n, x.element_size(), _PROGRAMS)
+            plan = plans.choose_forward(m, n, x.element_size(), _PROGRAMS, lanes)
             launch.forward(x, weight, 1e-6, torch.empty_like(x), torch.empty(m), plan)
 
         return call
@@ -209,7 +210,7 @@ def _rms_norm(launch: ModuleType, target: str) -> Iterator[Call]:
     def backward(m: int, n: int, dtype: torch.dtype) -> Callable[[], Any]:
         def call() -> None:
             x, weight = torch.zeros(m, n, dtype=dtype), torch.zeros(n, dtype=dtype)
-            plan = plans.choose_backward(m, n, x.element_size(), _PROGRAMS)
+            plan = plans.choose_backward(m, n, x.element_size(), _PROGRAMS, lanes)
             dx, dw = torch.empty_like(x), torch.empty_like(weight)
             launch.backward(x, x, weight, torch.empty(m), dx, dw, plan)
 

@@ -128,12 +128,14 @@ def swiglu_backward_quantize(
     """Kernel of ``octavo::swiglu_backward_quantize``."""
     rows, columns = grad.shape
     arch = hardware.architecture(h.device)
-    config = launch_tables.lookup(arch, "swiglu_backward", "tiles")
     formats = [f for f in (fmt, transposed_fmt, activation_fmt) if f is not None]
+    config = launch_tables.lookup(
+        arch, "swiglu_backward", *(f"tiles/{f.granularity}" for f in formats), "tiles"
+    )
     block_k = max(config["block_k"], *(max(f.block) for f in formats), 1)
     direct, turned = triton_launch.outputs(h, torch.Size((1, rows, 2 * columns)), fmt, transposed_fmt)
     same = direct is not None and turned is not None and triton_launch.same_codes(direct, turned)
-    if columns % block_k or not rows or same:
+    if columns % block_k or not rows or same or config.get("apart", 0):
         return _backward_in_steps(h, grad, fmt, transposed_fmt, activation_fmt, keep)
     h, grad = (t if t.stride(1) == 1 else t.contiguous() for t in (h, grad))
     _, act = triton_launch.outputs(h, torch.Size((1, rows, columns)), None, activation_fmt)
@@ -148,8 +150,8 @@ def _backward_in_steps(
     h: torch.Tensor, grad: torch.Tensor, fmt: Format | None, transposed_fmt: Format | None,
     activation_fmt: Format | None, keep: bool,
 ) -> Tensors:  # fmt: skip
-    # Tiles would straddle gate and up, or one set of codes would be stored both ways (see triton_launch._apart):
-    # the values are made first.
+    # Tiles would straddle gate and up, one set of codes would be stored both ways (see triton_launch._apart), or the
+    # registers of the card do not hold what one pass needs: the values are made first.
     dh, a = reference.swiglu_backward(h, grad).to(h.dtype), reference.swiglu(h).to(h.dtype)
     direct, turned = triton_launch.quantize_optional(dh, fmt, transposed_fmt)
     _, act = triton_launch.quantize_optional(a, None, activation_fmt)

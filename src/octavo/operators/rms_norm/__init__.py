@@ -114,6 +114,10 @@ def _device_programs(x: torch.Tensor) -> int:
     return 264 if x.device.type != "cuda" else _programs(x.device.index)
 
 
+def _lanes(x: torch.Tensor) -> int:
+    return 64 if hardware.architecture(x.device).startswith("gfx") else 32
+
+
 _prepared = Cache()
 
 
@@ -148,7 +152,7 @@ def _prepare_forward(
 
     n = math.prod(input.shape[-dims:])
     x = _rows(input, n)
-    plan = plan or plans.choose_forward(x.shape[0], n, x.element_size(), _device_programs(x))
+    plan = plan or plans.choose_forward(x.shape[0], n, x.element_size(), _device_programs(x), _lanes(x))
     run = prepare_forward(x, has_weight, default_eps() if eps is None else eps, plan)
     return run, n, x is input and x.is_contiguous(), (*input.shape[:-dims], *([1] * dims))
 
@@ -201,7 +205,7 @@ def _prepare_backward(
     from octavo.operators.rms_norm.launch import prepare_backward
 
     g, x = _rows(grad_out, n), _rows(input, n)
-    plan = plan or plans.choose_backward(x.shape[0], n, x.element_size(), _device_programs(x))
+    plan = plan or plans.choose_backward(x.shape[0], n, x.element_size(), _device_programs(x), _lanes(x))
     return prepare_backward(g, x, has_weight, need_dx, need_dw, plan)
 
 

@@ -94,9 +94,13 @@ def _fits(line: dict[str, Any], m: int, n: int, itemsize: int) -> bool:
     )
 
 
-def _choose(kind: str, m: int, n: int, itemsize: int, programs: int) -> Plan:
+def _choose(kind: str, m: int, n: int, itemsize: int, programs: int, lanes: int) -> Plan:
     line = next(line for line in table()[kind] if _fits(line, m, n, itemsize))
-    design, warps = line["design"], line["num_warps"]
+    # The table counts warps of 32 lanes; as many threads are half as many waves of 64.
+    design, warps = line["design"], max(1, line["num_warps"] * 32 // lanes)
+    if lanes == 64 and kind == "backward" and design == "rows" and n > 8192:
+        # x and g of longer rows do not fit the registers of a gfx942 or gfx950 program (octavo check).
+        return split_plan(m, n, 1024, programs, 4, 2)
     if design == "long":
         return LongPlan(line["chunk"], warps)
     if design == "split":
@@ -116,12 +120,15 @@ def _choose(kind: str, m: int, n: int, itemsize: int, programs: int) -> Plan:
 
 
 @functools.lru_cache(4096)
-def choose_forward(m: int, n: int, itemsize: int, programs: int) -> Plan:
-    """The forward plan for ``m`` rows of ``n`` columns by ``plans.json``; ``programs`` fill the device twice."""
-    return _choose("forward", m, n, itemsize, programs)
+def choose_forward(m: int, n: int, itemsize: int, programs: int, lanes: int = 32) -> Plan:
+    """The forward plan for ``m`` rows of ``n`` columns by ``plans.json``.
+
+    ``programs`` fill the device twice; ``lanes`` are those of a warp, 64 on AMD.
+    """
+    return _choose("forward", m, n, itemsize, programs, lanes)
 
 
 @functools.lru_cache(4096)
-def choose_backward(m: int, n: int, itemsize: int, programs: int) -> Plan:
+def choose_backward(m: int, n: int, itemsize: int, programs: int, lanes: int = 32) -> Plan:
     """As ``choose_forward``, for the backward."""
-    return _choose("backward", m, n, itemsize, programs)
+    return _choose("backward", m, n, itemsize, programs, lanes)
