@@ -50,12 +50,18 @@ def assume_architecture(name: str) -> Iterator[None]:
         _assumed.pop()
 
 
-@functools.cache
+_architectures: dict[int, str] = {}
+
+
 def _gpu_architecture(index: int) -> str:
-    properties = torch.cuda.get_device_properties(index)
-    if torch.version.hip:
-        return properties.gcnArchName.split(":")[0]
-    return f"sm_{properties.major}{properties.minor}"
+    # A dictionary and not functools.cache, which torch.compile warns of where it traces through here.
+    found = _architectures.get(index)
+    if found is None:
+        properties = torch.cuda.get_device_properties(index)
+        hip = torch.version.hip
+        found = properties.gcnArchName.split(":")[0] if hip else f"sm_{properties.major}{properties.minor}"
+        _architectures[index] = found
+    return found
 
 
 def architecture(device: torch.device | str) -> str:
