@@ -91,6 +91,8 @@ INTEGER = {
     "v_lshrrev_b16_e32 v0, 8, v2": lambda a, b, c: (b & 0xFFFF) >> 8,
     "v_max_u16_e32 v0, v1, v2": lambda a, b, c: max(a & 0xFFFF, b & 0xFFFF),
     "v_pk_lshlrev_b16 v0, 8, v2 op_sel_hi:[0,1]": lambda a, b, c: (b << 8) & 0xFF00FF00,
+    "v_pk_sub_u16 v0, v1, 15 clamp": lambda a, b, c: max((a & 0xFFFF) - 15, 0) | (a & 0xFFFF0000),
+    "v_pk_add_u16 v0, v1, -1": lambda a, b, c: ((a - 1) & 0xFFFF) | (((a >> 16) - 1) & 0xFFFF) << 16,
     "v_pk_max_u16 v0, v1, v2": lambda a, b, c: max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16,
     "v_pk_add_u16 v0, v1, v2 op_sel:[1,0] op_sel_hi:[0,1]": lambda a, b, c: (
         ((a >> 16) + b & 0xFFFF) | (((a & 0xFFFF) + (b >> 16)) & 0xFFFF) << 16

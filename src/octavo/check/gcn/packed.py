@@ -20,8 +20,12 @@ def _half_reader(o: Operand, ins: Instruction, kind: str, select: int, negate: i
         raise ins.unsupported("source modifiers of packed operands other than neg_lo and neg_hi")
     dtype = DTYPES[kind]
     if o.kind in ("int", "float"):
-        # A constant has a meaning in the low half; what the high half reads differs between types, so it is refused
-        # except where both halves hold the same value: 0, or a float32 constant selected from the low half.
+        # An integer constant of packed 16-bit integers is sign-extended to 32 bits, so that its high half is 0 or -1
+        # (LLVM's getInlineEncodingV2I16 encodes just the pairs that this gives). What the high half reads otherwise
+        # differs between types and is refused, but for 0.
+        if select and kind in ("i16", "u16") and o.kind == "int":
+            high = np.asarray(0 if int(o.value) >= 0 else 0xFFFF, np.uint16).view(dtype)[()]
+            return lambda m: high
         if select and (o.value != 0 or kind == "f32"):
             raise ins.unsupported(f"constant {o.text} read through the high half")
         value = np.asarray(constant_bits(o, kind, ins), DTYPES["u" + kind[1:]]).view(dtype)[()]
@@ -41,6 +45,12 @@ def _half_reader(o: Operand, ins: Instruction, kind: str, select: int, negate: i
     return read
 
 
+def _saturated(function: Callable[..., Any], values: list[Any], kind: str) -> Any:
+    limits = np.iinfo(DTYPES[kind])
+    wide = function(*(np.asarray(value).astype(np.int64) for value in values))
+    return np.clip(wide, limits.min, limits.max).astype(DTYPES[kind])
+
+
 def packed(name: str, kind: str, sources: int, function: Callable[..., Any]) -> None:
     """Define a packed instruction of element type `kind`."""
 
@@ -55,7 +65,9 @@ def packed(name: str, kind: str, sources: int, function: Callable[..., Any]) -> 
             [_half_reader(o, ins, kind, op_sel[h][i], neg[h][i]) for i, o in enumerate(ins.operands[1:])]
             for h in (0, 1)
         ]
-        modify = output_modifier(ins, kind)
+        # clamp saturates an integer result, which takes more bits than it has until then.
+        saturate = kind in ("i16", "u16") and ins.take_flag("clamp")
+        modify = None if saturate else output_modifier(ins, kind)
         reg = ins.operands[0].reg
 
         def run(m: Machine) -> None:
@@ -64,7 +76,7 @@ def packed(name: str, kind: str, sources: int, function: Callable[..., Any]) -> 
                 values = [r(m) for r in readers]
                 if kind == "f32" and m.flush32:
                     values = [flush(v) for v in values]
-                result = function(*values)
+                result = _saturated(function, values, kind) if saturate else function(*values)
                 results.append(modify(result) if modify else result)
             if kind == "f32":
                 for i, result in enumerate(results):
