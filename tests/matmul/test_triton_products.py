@@ -87,7 +87,8 @@ def _check(case: CompileCase, target: str) -> list[str]:
     small = target == "sm_90" and case.constexprs.get("BLOCK_M", 0) < 64
     if pattern and not small and not re.search(pattern, kernel.asm):
         faults.append(f"{case.name}: no {pattern}")
-    if kernel.vgpr_spills or kernel.sgpr_spills or kernel.scratch_bytes:
+    # Scalar spills go to lanes of a vector register, never to memory; `octavo check` holds them to a budget.
+    if kernel.vgpr_spills or kernel.scratch_bytes:
         faults.append(
             f"{case.name}: {kernel.vgpr_spills} registers spilled, {kernel.scratch_bytes} bytes scratch"
         )
