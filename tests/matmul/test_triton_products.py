@@ -39,7 +39,7 @@ def test_products_equal_the_reference_in_the_interpreter() -> None:
 
 @pytest.mark.slow
 def test_every_pair_shape_and_grouping_in_the_interpreter() -> None:
-    _interpret("full", 7200)
+    _interpret("full", 2400)
 
 
 # ---- compiled code ------------------------------------------------------------------------------------------
