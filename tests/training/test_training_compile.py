@@ -192,25 +192,31 @@ class Projections(nn.Module):
         return self.q(x), self.k(x), self.v(x)
 
 
-@pytest.mark.case("B29")
-@pytest.mark.parametrize("recipe", QUANTIZED_RECIPES)
-def test_b29_three_projections_quantize_their_input_once(recipe: str) -> None:
+def graphs_of_projections(recipe: str) -> list[torch.fx.Graph]:
+    """Forward and backward graph of converted projections, by the partitioner that Inductor uses; it eliminates
+    common subexpressions of the joint graph."""
     graphs = []
 
     def record(module: torch.fx.GraphModule, _: object):
         graphs.append(module.graph)
         return make_boxed_func(module.forward)
 
-    # The partitioner that Inductor uses; it eliminates common subexpressions of the joint graph.
     backend = aot_autograd(
         fw_compiler=record, bw_compiler=record, partition_fn=min_cut_rematerialization_partition
     )
     model = Projections()
     octavo.convert(model, recipe)
-    x = torch.randn(2, 16, 64, requires_grad=True)
-    q, k, v = torch.compile(model, backend=backend, fullgraph=True)(x)
+    q, k, v = torch.compile(model, backend=backend, fullgraph=True)(
+        torch.randn(2, 16, 64, requires_grad=True)
+    )
     (q.square().sum() + k.square().sum() + v.square().sum()).backward()
-    forward, backward = (activation_quantizations(graph) for graph in graphs)
+    return graphs
+
+
+@pytest.mark.case("B29")
+@pytest.mark.parametrize("recipe", QUANTIZED_RECIPES)
+def test_b29_three_projections_quantize_their_input_once(recipe: str) -> None:
+    forward, backward = (activation_quantizations(graph) for graph in graphs_of_projections(recipe))
     assert forward == 1
     # Each projection has a gradient of its own.
     assert backward == 3
@@ -219,22 +225,9 @@ def test_b29_three_projections_quantize_their_input_once(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", QUANTIZED_RECIPES)
 def test_weights_are_quantized_for_backward_in_backward(recipe: str) -> None:
     """Else the compiled forward would keep an 8-bit copy of every weight for it."""
-    graphs = []
-
-    def record(module: torch.fx.GraphModule, _: object):
-        graphs.append(module.graph)
-        return make_boxed_func(module.forward)
-
-    backend = aot_autograd(
-        fw_compiler=record, bw_compiler=record, partition_fn=min_cut_rematerialization_partition
-    )
-    model = Projections()
-    octavo.convert(model, recipe)
-    outs = torch.compile(model, backend=backend, fullgraph=True)(torch.randn(2, 16, 64, requires_grad=True))
-    sum(out.sum() for out in outs).backward()
     turned = [
         sum(str(n.target) == "octavo.quantize.default" and n.args[2] is True for n in graph.nodes)
-        for graph in graphs
+        for graph in graphs_of_projections(recipe)
     ]
     assert turned == [0, 3]
 

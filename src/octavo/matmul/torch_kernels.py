@@ -167,8 +167,7 @@ def scaled_grouped_mm(
         offs=offs, out_dtype=out_dtype, use_fast_accum=fast_accum,
     )  # fmt: skip
     if b.ndim == 3:
-        dead = torch.arange(a.shape[0], device=a.device) >= offs[-1]
-        return out.masked_fill_(dead[:, None], 0)
+        return _zero_tail(out, offs)
     return _zero_empty_groups(out, offs)
 
 
@@ -195,12 +194,16 @@ def grouped_mm(
     """Both grouped products by ``torch._grouped_mm``; rows past the last end and empty groups are zero."""
     if b.ndim == 3:
         out = torch._grouped_mm(a.contiguous(), b.contiguous().mT, offs=offs)
-        dead = torch.arange(a.shape[0], device=a.device) >= offs[-1]
-        return out.masked_fill_(dead[:, None], 0)
+        return _zero_tail(out, offs)
     # With the rows of the groups outermost in memory: a contraction that is contiguous would have to end each
     # group at a multiple of 16 bytes, which the operator checks by an assertion on the device.
     out = torch._grouped_mm(a.mT.contiguous().mT, b.mT.contiguous(), offs=offs)
     return _zero_empty_groups(out, offs)
+
+
+def _zero_tail(out: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    dead = torch.arange(out.shape[0], device=out.device) >= offs[-1]
+    return out.masked_fill_(dead[:, None], 0)
 
 
 def _zero_empty_groups(out: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
