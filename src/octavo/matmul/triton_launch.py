@@ -225,7 +225,11 @@ def _dense_decoded(
 ) -> torch.Tensor:
     if out.dtype == torch.bfloat16:
         return torch.mm(a, b.t()) if bias is None else torch.addmm(bias, a, b.t())
-    wide = torch.mm(a, b.t(), out_dtype=torch.float32)
+    if a.is_cuda:
+        wide = torch.mm(a, b.t(), out_dtype=torch.float32)
+    else:
+        # Where Triton's interpreter serves CPU tensors, whose product has no output dtype of its own.
+        wide = a.float() @ b.t().float()
     return out.copy_(wide if bias is None else wide + bias.float())
 
 
