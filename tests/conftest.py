@@ -1,8 +1,9 @@
-"""What every test shares: hypothesis profiles, and GPU tests skipped where there is no GPU."""
+"""What every test shares: hypothesis profiles, a limit of memory, and GPU tests skipped where there is no GPU."""
 
 from __future__ import annotations
 
 import os
+import resource
 
 import pytest
 import torch
@@ -14,6 +15,14 @@ settings.register_profile("local", max_examples=20, **_COMMON)
 settings.register_profile("ci", max_examples=20, derandomize=True, **_COMMON)
 settings.register_profile("thorough", max_examples=500, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "local"))
+
+# A test that asks for far too much fails by its own name; without a limit the system ends some process
+# of the run, and what is left of it can wait for that one forever.
+MEMORY_LIMIT = 8 * 2**30
+if not torch.cuda.is_available():  # a GPU's driver reserves more address space than that
+    _, _hard = resource.getrlimit(resource.RLIMIT_DATA)
+    _limit = MEMORY_LIMIT if _hard == resource.RLIM_INFINITY else min(MEMORY_LIMIT, _hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (_limit, _hard))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -80,6 +82,20 @@ def test_poison_fills_every_kind_of_allocation() -> None:
         for dtype in {e.dtype for e in ELEMENTS.values() if e.packed == 1} | {torch.float8_e8m0fnu}:
             assert torch.empty(4, dtype=dtype).float().isnan().all()
         assert torch.empty(4, dtype=torch.float4_e2m1fn_x2).view(torch.uint8).eq(0xFF).all()
+
+
+def test_poison_does_not_break_the_device_context_for_the_rest_of_the_process() -> None:
+    script = """
+import torch
+from octavo.testing import poisoned_allocations
+with poisoned_allocations():
+    with torch.device("meta"):
+        assert torch.zeros(1).device.type == torch.empty(1).device.type == "meta"
+    assert torch.empty(1).isnan()
+with torch.device("meta"):
+    assert torch.nn.Linear(2, 2).weight.device.type == "meta"
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
 def test_poison_ends_with_the_block_even_after_an_error() -> None:

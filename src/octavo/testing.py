@@ -106,6 +106,8 @@ def poisoned_allocations() -> Iterator[None]:
     ``Tensor.new_empty``, ``new_empty_strided``) in eager mode, in every thread; meta and fake tensors have no
     memory and are left alone.
     """
+    with torch.device("cpu"):
+        torch.empty(0)  # PyTorch lists its factories at the first such call, once: it must find the real ones
     with contextlib.ExitStack() as stack:
         for owner, names in ((torch, _FACTORIES), (torch.Tensor, _METHODS)):
             for name in names:
