@@ -10,7 +10,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OUT ?= runs/train
 # Two test processes of one thread each fill a small machine without fighting over its cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+# A process that dies ends the run: xdist can wait forever for the tests of one that it replaced.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart=0
 
 .PHONY: setup train test test-amd check lint fast clean
 
