@@ -5,11 +5,19 @@ from here until its version changes (every in-place write that PyTorch sees coun
 the process takes a step, or the block ends. Writes through ``.data`` are not seen by PyTorch's version
 counter and so not by this cache; ``accumulate(debug=True)`` compares a checksum at each use and raises.
 Under torch.compile and CUDA-graph capture the cache is off: such graphs quantize inside the graph.
+
+Under FSDP2 an 8-bit copy lives as long as the unsharded weight: when FSDP has freed that, the copy goes at the
+next weight that is quantized, since copies of the whole model would undo the sharding. So the cache saves work
+where weights stay unsharded between micro-batches (``reshard_after_forward=False`` and
+``set_reshard_after_backward(False)``). FSDP writes unsharded weights without counting a version: an optimizer
+that is not a ``torch.optim.Optimizer`` must step outside the block. Weights that arrive in 8 bits already
+(:func:`octavo.prepare_fsdp`) and DTensors are not cached.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -89,7 +97,7 @@ def cached(weights: Sequence[torch.Tensor], key: tuple[Hashable, ...], make: Cal
     Raises:
         RuntimeError: with ``accumulate(debug=True)``, if a weight changed unseen by its version counter.
     """
-    if torch.compiler.is_compiling() or not _active or capturing() or any(w.is_inference() for w in weights):
+    if torch.compiler.is_compiling() or not _active or capturing() or not all(map(_cacheable, weights)):
         return make()
     cache = _active[-1]
     sources = [_source(cache, w) for w in weights]
@@ -98,6 +106,7 @@ def cached(weights: Sequence[torch.Tensor], key: tuple[Hashable, ...], make: Cal
     places, versions = zip(*(source for source in sources if source is not None), strict=True)
     entry, version = cache.entries.get((places, key)), sum(versions)
     if entry is None or entry.version != version:
+        _drop_freed(cache)
         checksum = _checksum(weights) if cache.debug else None
         entry = cache.entries[(places, key)] = _Entry(version, make(), checksum)
     elif entry.checksum is not None and not torch.equal(entry.checksum, _checksum(weights)):
@@ -106,6 +115,28 @@ def cached(weights: Sequence[torch.Tensor], key: tuple[Hashable, ...], make: Cal
             "so its cached FP8 copy is stale: write in place under torch.no_grad() instead of through .data"
         )
     return entry.quantized
+
+
+def _cacheable(weight: torch.Tensor) -> bool:
+    """Whether the memory of ``weight`` says which weight it is: a subclass holds its data elsewhere."""
+    return type(weight) in (torch.Tensor, torch.nn.Parameter) and not weight.is_inference()
+
+
+def _drop_freed(cache: _Cache) -> None:
+    """Forget weights whose memory FSDP has freed, or given back to them elsewhere."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    gone = {place for place, owner in cache.parameters.items() if not _lies_at(owner(), place)}
+    if gone:
+        cache.parameters = {p: owner for p, owner in cache.parameters.items() if p not in gone}
+        cache.entries = {k: e for k, e in cache.entries.items() if not gone.intersection(k[0])}
+
+
+def _lies_at(owner: torch.Tensor | None, place: _Place) -> bool:
+    if owner is None:
+        return False
+    storage = owner.untyped_storage()
+    return storage.data_ptr() <= place[0] < storage.data_ptr() + storage.size()
 
 
 def _place(weight: torch.Tensor) -> _Place:
