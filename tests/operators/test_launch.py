@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.operators import _launch
-from octavo.operators._launch import Cache, Step
+from octavo import launch as launching
+from octavo.launch import Cache, Step
 
 
 class _Compiled:
@@ -27,11 +27,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[_Compiled, list[Any]]:
     pytest.importorskip("triton", reason="launch hooks are Triton's")
     compiled, ordinary = _Compiled(), []
 
-    def launch(kernel, grid, arguments, constants, num_warps, device) -> _Compiled:
+    def launch(kernel, grid, arguments, constants, num_warps, device, cooperative) -> _Compiled:
         ordinary.append(arguments)
         return compiled
 
-    monkeypatch.setattr(_launch, "launch", launch)
+    monkeypatch.setattr(launching, "launch", launch)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
     return compiled, ordinary
@@ -66,12 +66,60 @@ def test_unaligned_tensors_other_devices_and_hooks_go_the_ordinary_way(gpu, monk
         patch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
         step(a)
     with monkeypatch.context() as patch:
-        patch.setattr(_launch, "_hooked", lambda runtime: True)
+        patch.setattr(launching, "_hooked", lambda runtime: True)
         step(a)
     assert len(ordinary) == 5
     assert compiled.runs == []
     step(a)
     assert len(compiled.runs) == 1
+
+
+class _Kernel:
+    """Stands for a ``triton.jit`` function: notes its ordinary launches and what was compiled for each."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.compiled: list[_Compiled] = []
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        def run(*arguments: Any, **options: Any) -> _Compiled:
+            self.launches.append((grid, arguments, options))
+            self.compiled.append(_Compiled())
+            return self.compiled[-1]
+
+        return run
+
+
+def test_launches_are_kept_by_device_and_specialization_and_follow_the_stream(monkeypatch) -> None:
+    pytest.importorskip("triton", reason="launch hooks are Triton's")
+    monkeypatch.setattr(launching, "_compiled", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
+    kernel, a = _Kernel(), torch.empty(64)
+
+    def launch(*arguments: Any, **options: Any) -> None:
+        launching.launch(kernel, (3, 2), arguments, {"C": 8}, 4, torch.device("cuda"), **options)
+
+    launch(a, 32, None)
+    launch(a, 48, None)
+    assert len(kernel.launches) == 1
+    head = (3, 2, 1, 70, "function", "metadata", None, None, None)
+    assert kernel.compiled[0].runs == [(*head, a, 48, None, 8)]
+    for other in ((a, 33, None), (a, 1, None), (a, 2**31, None), (a[1:], 32, None), (a.int(), 32, None)):
+        launch(*other)
+    assert len(kernel.launches) == 6, "each is compiled to code of its own"
+    launch(a, 32, None, cooperative=True)
+    assert kernel.launches[-1][2] == {"C": 8, "num_warps": 4, "launch_cooperative_grid": True}
+    monkeypatch.setattr(launching, "_hooked", lambda runtime: True)
+    launch(a, 32, None)
+    assert len(kernel.launches) == 8, "a profiler sees every launch"
+
+
+def test_a_tensor_off_the_gpu_goes_to_the_kernel_itself() -> None:
+    kernel = _Kernel()
+    assert launching.launch(kernel, (1,), (torch.empty(4), 4), {"C": 8}, 2) is None
+    ((grid, _, options),) = kernel.launches
+    assert (grid, options) == ((1,), {"C": 8, "num_warps": 2})
 
 
 def test_cache_forgets_rather_than_grows(monkeypatch) -> None:

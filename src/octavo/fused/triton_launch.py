@@ -10,8 +10,8 @@ from octavo import hardware
 from octavo.formats import ALL, Format
 from octavo.fused import reference
 from octavo.fused import triton_kernels as kernels
+from octavo.launch import launch
 from octavo.quantize import launch_tables, triton_launch
-from octavo.quantize.host_launch import launch
 from octavo.quantize.triton_launch import Amax, Output
 
 Tensors = tuple[torch.Tensor | None, ...]

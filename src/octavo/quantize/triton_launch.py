@@ -22,9 +22,9 @@ import triton
 
 from octavo import hardware
 from octavo.formats import ALL, Format
+from octavo.launch import launch
 from octavo.quantize import grouped as padded_groups
 from octavo.quantize import grouped_kernels, launch_tables, triton_kernels
-from octavo.quantize.host_launch import launch
 
 MAX_WHOLE_ROW = 32768
 """Longest row that one program holds in registers; longer ones are read twice."""

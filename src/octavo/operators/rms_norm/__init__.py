@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from octavo import hardware
+from octavo.launch import Cache, Prepared
 from octavo.operators import wins
-from octavo.operators._launch import Cache, Prepared
 from octavo.operators.override import Override, is_copy_on_write
 from octavo.operators.rms_norm import plan as plans
 from octavo.operators.rms_norm.reference import default_eps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from octavo.operators._launch import Prepared, Step
+from octavo.launch import Prepared, Step
 from octavo.operators.rms_norm import kernels
 from octavo.operators.rms_norm import plan as plans
 

@@ -11,8 +11,8 @@ import functools
 import torch
 
 from octavo import hardware
+from octavo.launch import Cache
 from octavo.operators import wins
-from octavo.operators._launch import Cache
 from octavo.operators.override import Override, is_copy_on_write
 from octavo.operators.topk import plan as plans
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from octavo.operators._launch import Prepared, Step
+from octavo.launch import Prepared, Step
 from octavo.operators.topk import plan as plans
 from octavo.operators.topk.list_kernels import list_topk_kernel
 from octavo.operators.topk.select_kernels import select_topk_kernel

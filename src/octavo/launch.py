@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -43,37 +43,44 @@ def launch(
     kernel: Any,
     grid: tuple[int, ...],
     arguments: tuple[Any, ...],
-    constants: dict[str, Any],
+    constants: Mapping[str, Any],
     num_warps: int,
-    device: torch.device,
+    device: torch.device | None = None,
+    cooperative: bool = False,
 ) -> Any:
-    """Run a Triton kernel on ``device``'s current stream; returns what Triton compiled, None off the GPU.
+    """Run a Triton kernel on its device's current stream; returns what Triton compiled, None off the GPU.
 
     Args:
         kernel: the ``triton.jit`` function.
         grid: one to three program counts.
-        arguments: its run-time arguments, in order (tensors, ints, floats).
+        arguments: its run-time arguments, in order (tensors, ints, floats or None).
         constants: its constexpr arguments, which follow in the same order.
         num_warps: warps of a program.
-        device: where the tensors are; need not be the current device.
+        device: where the tensors are, which need not be the current device; the first argument's by default.
+        cooperative: start only if all programs fit the device at once, so that they may wait for each other.
     """
+    device = device or arguments[0].device
+    options: dict[str, Any] = {"num_warps": num_warps}
     if device.type != "cuda":
-        kernel[grid](*arguments, **constants, num_warps=num_warps)
+        kernel[grid](*arguments, **constants, **options)
         return None
+    if cooperative:
+        options["launch_cooperative_grid"] = True
     index = device.index
     if index is not None and index != torch.cuda.current_device():
         with torch.cuda.device(index):
-            return launch(kernel, grid, arguments, constants, num_warps, device)
+            return launch(kernel, grid, arguments, constants, num_warps, device, cooperative)
     key = (
         kernel,
         index,
         num_warps,
+        cooperative,
         tuple(constants.values()),
         tuple(_specialization(a) for a in arguments),
     )
     compiled = _compiled.get(key)
     if compiled is None or _hooked(_runtime()):
-        compiled = _compiled[key] = kernel[grid](*arguments, **constants, num_warps=num_warps)
+        compiled = _compiled[key] = kernel[grid](*arguments, **constants, **options)
         return compiled
     x, y, z = (*grid, 1, 1)[:3]
     stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if index is None else index)
@@ -97,9 +104,20 @@ class Step:
         constants: as for ``launch``.
         num_warps: warps of a program.
         device: where the tensors are.
+        cooperative: as for ``launch``.
     """
 
-    __slots__ = ("_constants", "_device", "_grid", "_index", "_kernel", "_ready", "_scalars", "_warps")
+    __slots__ = (
+        "_constants",
+        "_cooperative",
+        "_device",
+        "_grid",
+        "_index",
+        "_kernel",
+        "_ready",
+        "_scalars",
+        "_warps",
+    )
 
     def __init__(
         self,
@@ -109,9 +127,11 @@ class Step:
         constants: dict[str, Any],
         num_warps: int,
         device: torch.device,
+        cooperative: bool = False,
     ) -> None:
         self._kernel, self._grid, self._scalars = kernel, grid, scalars
         self._constants, self._warps, self._device = constants, num_warps, device
+        self._cooperative = cooperative
         self._index = device.index
         self._ready: tuple[Any, ...] | None = None
 
@@ -127,7 +147,15 @@ class Step:
                 run(*programs, stream, function, metadata, None, None, None, *addresses, *rest)
                 return
         arguments = (*tensors, *self._scalars)
-        compiled = launch(self._kernel, self._grid, arguments, self._constants, self._warps, self._device)
+        compiled = launch(
+            self._kernel,
+            self._grid,
+            arguments,
+            self._constants,
+            self._warps,
+            self._device,
+            self._cooperative,
+        )
         if compiled is not None and ready is None and all(t.data_ptr() & 15 == 0 for t in tensors):
             programs = (*self._grid, 1, 1)[:3]
             rest = (*self._scalars, *self._constants.values())
