@@ -8,6 +8,7 @@ from octavo.hardware import native_format
 from octavo.matmul import scaled_grouped_mm, scaled_mm
 from octavo.quantize import dequantize, quantize, quantize_both, quantize_grouped
 from octavo.training.convert import ConvertReport, convert
+from octavo.training.fsdp import prepare_fsdp
 from octavo.training.modules import Linear, grouped_mm
 from octavo.training.modules import linear_function as linear
 from octavo.training.monitor import Monitor, monitor
@@ -37,6 +38,7 @@ __all__ = [
     "linear",
     "monitor",
     "native_format",
+    "prepare_fsdp",
     "quantize",
     "quantize_both",
     "quantize_grouped",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from small_models import assert_same, dense, full, gradients, loss_of, shard, sp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo.training.weight_cache import _active as active_caches
@@ -154,3 +158,120 @@ def unsharded_weights_are_quantized_once(recipe: str) -> tuple[int, int]:
             loss_of(model, micro).backward()
             counts.append(len(active_caches[-1].entries) - before)
     return counts[0], counts[1]
+
+
+def gather_in_8_bits_is_bit_equal(recipe: Any, hidden: int, mixed: bool, layers_in_8_bits: int) -> None:
+    """Output and gradients of the first step, and weights after more, with 16- and with 8-bit all-gather."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    options = {"mp_policy": policy} if mixed else {}
+    plain, prepared = dense(recipe, hidden=hidden), dense(recipe, hidden=hidden)
+    report = octavo.prepare_fsdp(prepared)
+    assert len(report.in_8_bits) == layers_in_8_bits, str(report)
+    mesh = mesh_of(dist.get_world_size())
+    models = [shard(model, mesh, **options) for model in (plain, prepared)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    for step in range(3):
+        losses = [loss_of(model, step) for model in models]
+        assert torch.equal(*losses), (recipe, step, losses)
+        for loss in losses:
+            loss.backward()
+        assert_same(gradients(prepared), gradients(plain))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def gathered_bytes(recipe: str, prepare: bool) -> list[tuple[str, int]]:
+    """(collective, bytes) of a step after the first, as they reach the process group."""
+    model = dense(recipe)
+    if prepare:
+        octavo.prepare_fsdp(model)
+    shard(model, mesh_of(dist.get_world_size()), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    train(model, 1)
+    with Collectives() as collectives:
+        train(model, 1)
+    return collectives.seen
+
+
+class Collectives(TorchDispatchMode):
+    """Names and input bytes of collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            tensors = [t for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+            self.seen.append((func.name().split("::")[1].split(".")[0], min(map(nbytes, tensors))))
+        return func(*args, **(kwargs or {}))
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def state_dicts_hold_plain_tensors(recipe: str) -> None:
+    """Before and after sharding, saved, loaded strictly, by copy and by assignment, through files and DCP."""
+    model, other = (dense(recipe) for _ in range(2))
+    before = {n: p.clone() for n, p in model.state_dict().items()}
+    octavo.prepare_fsdp(model)
+    assert_same(dict(model.state_dict()), before)
+    assert {type(t) for t in model.state_dict().values()} == {torch.Tensor}
+    mesh = mesh_of(dist.get_world_size())
+    shard(model, mesh)
+    train(model, 1)
+    state = model.state_dict()
+    assert {type(t.to_local()) for t in state.values()} == {torch.Tensor}
+    buffer = io.BytesIO()
+    torch.save({n: full(t) for n, t in state.items()}, buffer)
+    buffer.seek(0)
+    whole = torch.load(buffer, weights_only=True)
+    other.load_state_dict(whole)
+    assert torch.equal(loss_of(model, 5), loss_of(other, 5))
+    for assign in (False, True):
+        again = dense(recipe)
+        octavo.prepare_fsdp(again)
+        shard(again, mesh)
+        loss_of(again, 3)  # scales of the first weights, which must not be used for the loaded ones
+        again.load_state_dict({n: t.clone() for n, t in state.items()}, assign=assign)
+        for seed in (5, 6):
+            assert torch.equal(loss_of(model, seed), loss_of(again, seed)), assign
+        assert train(again, 2) == train(model, 2)
+        model.load_state_dict({n: distribute_tensor(t, mesh, [Shard(0)]) for n, t in whole.items()})
+
+
+def every_write_is_seen(recipe: str) -> None:
+    """Scales follow the weights whatever wrote them: optimizers of any kind, in-place ops, local shards."""
+    plain, prepared = dense(recipe), dense(recipe)
+    octavo.prepare_fsdp(prepared)
+    mesh = mesh_of(dist.get_world_size())
+    models = [shard(model, mesh) for model in (plain, prepared)]
+
+    def by_hand(parameter: Any) -> None:
+        parameter.mul_(1.5)
+
+    def by_copy(parameter: Any) -> None:
+        parameter.copy_(parameter * 0.6)
+
+    def by_local_shard(parameter: Any) -> None:
+        parameter.to_local().mul_(1.2)
+
+    writes = [by_hand, by_copy, by_local_shard]
+    optimizers = [
+        lambda p: torch.optim.SGD(p, 0.1, foreach=True),
+        lambda p: torch.optim.AdamW(p, 0.01, fused=True),
+        lambda p: torch.optim.AdamW(p, 0.01, foreach=False),
+    ]
+    for write in writes:
+        for model in models:
+            loss_of(model)
+            model.reshard()  # the root stays unsharded after forward
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.ndim > 1:
+                        write(parameter)
+        assert torch.equal(*(loss_of(model) for model in models)), write.__name__
+    for make in optimizers:
+        losses = [train(model, 2, make) for model in models]
+        assert losses[0] == losses[1], losses

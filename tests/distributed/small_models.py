@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,9 +70,11 @@ class ExpertDecoder(nn.Module):
         return self.head(x).unflatten(0, tokens.shape)
 
 
-def dense(recipe: Any, dtype: torch.dtype = torch.float32, spans: bool = True) -> nn.Module:
+def dense(
+    recipe: Any, dtype: torch.dtype = torch.float32, spans: bool = True, hidden: int = 136
+) -> nn.Module:
     """A converted decoder of two Llama layers with fixed weights."""
-    model = CONFIG.build("cpu", dtype)
+    model = replace(CONFIG, ffn_dim=hidden).build("cpu", dtype)
     model.init_weights(0)
     octavo.convert(model, recipe, spans=spans)
     return model

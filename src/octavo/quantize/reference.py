@@ -40,7 +40,7 @@ def quantize(x: torch.Tensor, fmt: Format, transpose: bool = False) -> tuple[tor
         code = e8m0_code(amax, fmt)
         encode, scale = _inverse_power_of_two(code), code.view(torch.float8_e8m0fnu)
     else:
-        encode, scale = _float32_scales(amax, fmt)
+        encode, scale = float32_scales(amax, fmt)
     return cast(x.float() * expand_blocks(encode, x.shape, fmt.block), fmt.element), scale
 
 
@@ -88,7 +88,8 @@ def expand_blocks(values: torch.Tensor, shape: torch.Size, block: tuple[int, int
     return values
 
 
-def _float32_scales(amax: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+def float32_scales(amax: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """(encode, scale) of float32 ``amax``: what elements are multiplied by, and what decodes them."""
     # Tensor by tensor: a Python scalar over a tensor is a reciprocal and a product, one ulp off.
     encode = torch.div(torch.full_like(amax, fmt.element.max), amax.clamp(min=EPS))
     if fmt.rounding == "power_of_two":

@@ -19,6 +19,7 @@ from octavo.fused import quantize_concat, swiglu_backward_quantize, swiglu_quant
 from octavo.fused.reference import swiglu
 from octavo.matmul import scaled_mm
 from octavo.training.autograd import Stats, autocasts, both, flat, restore, save, without_autocast
+from octavo.training.gathered import GatheredWeight
 from octavo.training.modules import Linear
 from octavo.training.observe import observe
 from octavo.training.recipes import PRODUCTS, Product, Recipe, get_recipe
@@ -254,6 +255,12 @@ def remove(model: nn.Module) -> None:
             module.__class__ = base
 
 
+def spanned(module: nn.Module) -> Names | None:
+    """Attributes of gate, up and down if :func:`install` made ``module`` run as one Function."""
+    base = _BASES.get(type(module))
+    return None if base is None else _names(base)
+
+
 def _names(cls: type) -> Names | None:
     for (path, name), names in MLPS.items():
         if cls.__module__.startswith(path) and cls.__name__ == name:
@@ -311,7 +318,7 @@ def _spannable(x: torch.Tensor, layers: list[Any]) -> bool:
             and layer.recipe == first.recipe
             and layer.bias is None
             and layer.weight.dtype == x.dtype
-            and type(layer.weight) in (nn.Parameter, torch.Tensor)
+            and type(layer.weight) in (nn.Parameter, torch.Tensor, GatheredWeight)
             and not any(getattr(layer, name) for name in _HOOKS)
             for layer in layers
         )
