@@ -25,6 +25,7 @@ def tiny(seed: int = 0, **changes: object) -> Llama3:
     ("name", "parameters"),
     [
         ("llama3-debug", 4_852_992),
+        ("llama3-100m", 100_092_672),
         ("llama3-1b", 1_235_814_400),
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),
@@ -37,11 +38,11 @@ def test_presets_have_the_published_number_of_parameters(name: str, parameters: 
 
 
 def test_every_preset_is_covered_above() -> None:
-    assert models.names() == ["llama3-debug", "llama3-1b", "llama3-8b", "llama3-70b"]
+    assert models.names() == ["llama3-debug", "llama3-100m", "llama3-1b", "llama3-8b", "llama3-70b"]
 
 
 def test_unknown_preset_names_those_there_are() -> None:
-    with pytest.raises(ValueError, match=r"unknown model 'llama4': choose one of llama3-debug, llama3-1b"):
+    with pytest.raises(ValueError, match=r"unknown model 'llama4': choose one of llama3-debug, llama3-100m"):
         models.preset("llama4")
 
 

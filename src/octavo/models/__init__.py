@@ -1,4 +1,4 @@
-"""The models ``octavo train`` knows by name.
+"""The models ``octavo train`` knows by name, and their weights as safetensors.
 
 Adding one is a line in ``PRESETS``: a name and a configuration whose ``build()`` returns the module.
 """
@@ -6,19 +6,32 @@ Adding one is a line in ``PRESETS``: a name and a configuration whose ``build()`
 from __future__ import annotations
 
 from octavo.models import llama3
+from octavo.models.base import Model, ModelConfig
+from octavo.models.checkpoint import from_pretrained, load_safetensors, save_safetensors
 from octavo.models.llama3 import Llama3, Llama3Config
 
-__all__ = ["PRESETS", "Llama3", "Llama3Config", "names", "preset"]
+__all__ = [
+    "PRESETS",
+    "Llama3",
+    "Llama3Config",
+    "Model",
+    "ModelConfig",
+    "from_pretrained",
+    "load_safetensors",
+    "names",
+    "preset",
+    "save_safetensors",
+]
 
-PRESETS: dict[str, Llama3Config] = llama3.PRESETS
+PRESETS: dict[str, ModelConfig] = {**llama3.PRESETS}
 
 
 def names() -> list[str]:
-    """Names of the presets, smallest model first."""
+    """Names of the presets, smallest model of a family first."""
     return list(PRESETS)
 
 
-def preset(name: str) -> Llama3Config:
+def preset(name: str) -> ModelConfig:
     """The configuration called ``name``.
 
     Raises:

@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo.models.base import Model
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
@@ -40,6 +42,8 @@ class RopeScaling:
 class Llama3Config:
     """Dimensions of a Llama 3 model.
 
+    ``head_width`` is the width of an attention head where it is not ``dim / n_heads``.
+
     Raises:
         ValueError: the heads do not divide the width, or the key and value heads do not divide the heads.
     """
@@ -55,9 +59,12 @@ class Llama3Config:
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     tied_embeddings: bool = False
+    head_width: int | None = None
 
     def __post_init__(self) -> None:
-        if self.dim % self.n_heads or (self.dim // self.n_heads) % 2:
+        if self.head_width is not None and (self.head_width < 2 or self.head_width % 2):
+            raise ValueError(f"head_width is {self.head_width}: rotary embeddings need an even one")
+        if self.head_width is None and (self.dim % self.n_heads or (self.dim // self.n_heads) % 2):
             raise ValueError(
                 f"dim {self.dim} must be n_heads {self.n_heads} times an even head width: change one of them"
             )
@@ -69,7 +76,7 @@ class Llama3Config:
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
-        return self.dim // self.n_heads
+        return self.dim // self.n_heads if self.head_width is None else self.head_width
 
     def build(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Llama3:
         """The model with unset weights on ``device`` ("meta" costs nothing); ``init_weights`` sets them."""
@@ -80,6 +87,17 @@ class Llama3Config:
 PRESETS: dict[str, Llama3Config] = {
     "llama3-debug": Llama3Config(
         dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768, vocab_size=256, max_seq_len=2048
+    ),
+    # Of no publication: the shape of GPT-2 small with Llama 3's architecture, 100.1 M parameters.
+    "llama3-100m": Llama3Config(
+        dim=768,
+        n_layers=12,
+        n_heads=12,
+        n_kv_heads=4,
+        ffn_dim=2048,
+        vocab_size=32_000,
+        max_seq_len=8192,
+        tied_embeddings=True,
     ),
     "llama3-1b": Llama3Config(
         dim=2048,
@@ -189,7 +207,7 @@ class TransformerBlock(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
-class Llama3(nn.Module):
+class Llama3(Model):
     """A Llama 3 decoder: token numbers [B, S] to logits [B, S, V]."""
 
     def __init__(self, config: Llama3Config) -> None:
@@ -199,7 +217,11 @@ class Llama3(nn.Module):
         self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
-        if config.tied_embeddings:
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """One tensor for the embedding and the output head, where the configuration ties them."""
+        if self.config.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -219,25 +241,12 @@ class Llama3(nn.Module):
             x = layer(x, cos, sin)
         return self.output(self.norm(x))
 
-    @torch.no_grad()
-    def init_weights(self, seed: int) -> None:
-        """Sets every weight from ``seed``, to the same values on every device.
+    def initial_std(self, name: str) -> float:
+        """Standard deviation of a weight matrix at the start.
 
-        Norms start at one, all else normal, cut at three of the deviations below. Drawn on the CPU in float32,
-        one tensor at a time.
+        The Llama 3 paper gives none. 0.02 is ``initializer_range`` in the published configurations; the two
+        exceptions below are from the sources named there.
         """
-        generator = torch.Generator().manual_seed(seed)
-        for name, weight in self.named_parameters():  # a tied weight comes once
-            if weight.dim() == 1:
-                weight.fill_(1.0)
-                continue
-            std = self._initial_std(name)
-            values = torch.empty(weight.shape, dtype=torch.float32)
-            nn.init.trunc_normal_(values, std=std, a=-3 * std, b=3 * std, generator=generator)
-            weight.copy_(values)
-
-    def _initial_std(self, name: str) -> float:
-        """Standard deviation of a weight matrix at the start."""
         if name == "tok_embeddings.weight" and not self.config.tied_embeddings:
             return 1.0  # as in TorchTitan: the first norm would magnify the gradient of a smaller one
         if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
