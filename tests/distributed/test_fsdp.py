@@ -53,6 +53,7 @@ def test_weights_that_stay_unsharded_are_quantized_once() -> None:
     [
         ("tensorwise", 136, False, 14),
         ("tensorwise", 136, True, 14),
+        ("rowwise_block_weight", 128, True, 14),
         ("blockwise", 128, True, 14),
         ("blockwise", 136, False, 10),  # joined blocks of gate and up straddle them: gathered in 32 bits
         ("rowwise", 136, False, 0),

@@ -19,6 +19,7 @@ QUANTIZED_RECIPES = tuple(name for name in octavo.RECIPES if name != "bf16")
 _ONE, _WIDE = Format(E4M3FN, "tensorwise"), Format(E5M2, "tensorwise")
 _ROW, _ONE_POWER = Format(E4M3FN, "rowwise", "power_of_two"), Format(E4M3FN, "tensorwise", "power_of_two")
 _1X128, _128X128 = Format(E4M3FN, "1x128"), Format(E4M3FN, "128x128")
+_BLOCK_POWER = Format(E4M3FN, "128x128", "power_of_two")
 
 # The recipe table of docs/numerics.md, deliberately not read from octavo.RECIPES: formats of the operands
 # (a, b) and fast accumulation of output, grad_input, grad_weight.
@@ -27,6 +28,7 @@ CONTRACT: dict[str, tuple[tuple[Format, Format, bool] | None, ...]] = {
     "tensorwise": ((_ONE, _ONE, True), (_WIDE, _ONE, False), (_WIDE, _ONE, False)),
     "rowwise": ((_ROW, _ROW, True), (_ROW, _ROW, False), (_ROW, _ROW, False)),
     "rowwise_with_gw_hp": ((_ROW, _ROW, True), (_ROW, _ONE_POWER, False), None),
+    "rowwise_block_weight": ((_ROW, _BLOCK_POWER, True), (_ROW, _BLOCK_POWER, False), (_ROW, _ROW, False)),
     "blockwise": ((_1X128, _128X128, False), (_1X128, _128X128, False), (_1X128, _1X128, False)),
     "mxfp8": ((MXFP8, MXFP8, False),) * 3,
 }

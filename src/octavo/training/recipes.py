@@ -87,6 +87,7 @@ _ROW = Format(E4M3FN, "rowwise", "power_of_two")
 _ONE_POWER = Format(E4M3FN, "tensorwise", "power_of_two")
 _1X128 = Format(E4M3FN, "1x128")
 _128X128 = Format(E4M3FN, "128x128")
+_128X128_POWER = Format(E4M3FN, "128x128", "power_of_two")
 
 BF16 = Recipe("bf16")
 TENSORWISE = Recipe(
@@ -96,12 +97,22 @@ ROWWISE = Recipe("rowwise", Product(_ROW, _ROW, fast_accum=True), Product(_ROW, 
 ROWWISE_WITH_GW_HP = Recipe(
     "rowwise_with_gw_hp", Product(_ROW, _ROW, fast_accum=True), Product(_ROW, _ONE_POWER), None
 )
+ROWWISE_BLOCK_WEIGHT = Recipe(
+    "rowwise_block_weight",
+    Product(_ROW, _128X128_POWER, fast_accum=True),
+    Product(_ROW, _128X128_POWER),
+    Product(_ROW, _ROW),
+)
+"""Rowwise with weights in 128x128 blocks, whose codes serve both directions: FSDP2 gathers them in 8 bits."""
 BLOCKWISE = Recipe("blockwise", Product(_1X128, _128X128), Product(_1X128, _128X128), Product(_1X128, _1X128))
 MXFP8_RECIPE = Recipe("mxfp8", Product(MXFP8, MXFP8), Product(MXFP8, MXFP8), Product(MXFP8, MXFP8))
 
 RECIPES: dict[str, Recipe] = {
-    r.name: r for r in (BF16, TENSORWISE, ROWWISE, ROWWISE_WITH_GW_HP, BLOCKWISE, MXFP8_RECIPE)
-}
+    r.name: r
+    for r in (
+        BF16, TENSORWISE, ROWWISE, ROWWISE_WITH_GW_HP, ROWWISE_BLOCK_WEIGHT, BLOCKWISE, MXFP8_RECIPE
+    )
+}  # fmt: skip
 
 
 def get_recipe(recipe: str | Recipe, **changes: str) -> Recipe:
