@@ -30,7 +30,7 @@ Job = Callable[..., TrainConfig]
         ({"warmup": 5}, r"--warmup is 5: give a number from 0 to --steps, which is 4"),
         ({"seed": -1}, r"--seed is -1"),
         ({"seq_len": 65}, r"--seq-len is 65 but tiny takes at most 64"),
-        ({"model": "llama4"}, r"unknown model 'llama4': choose one of llama3-debug, llama3-1b"),
+        ({"model": "llama4"}, r"unknown model 'llama4': choose one of llama3-debug, llama3-100m"),
         ({"recipes": ("fp4",)}, r"unknown recipe 'fp4': choose from .*rowwise"),
         ({"recipes": ("bf16", "rowwise", "bf16")}, r"recipe 'bf16' is given more than once"),
         ({"dtype": "float16"}, r"--dtype is 'float16': choose one of float32, bfloat16"),
