@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import importlib
 import json
-import shlex
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from octavo._version import __version__
+from octavo.errors import UserError
 
 app = typer.Typer(
     name="octavo",
@@ -32,8 +31,18 @@ app = typer.Typer(
 UsageMistake: type[Exception] = typer.BadParameter.__mro__[2]
 EXIT_BAD_INPUT = 2
 
-ELSEWHERE = {"check": "octavo.check.command:check"}
-"""Commands that live in other packages, ``module:function``; imported when one is called or all are listed."""
+ELSEWHERE = {
+    "train": "octavo.trainer.command:train",
+    "check": "octavo.check.command:check",
+    "bench": "octavo.bench.command:bench",
+    "tune": "octavo.bench.command:tune",
+    "run": "octavo.operators.command:run",
+    "operators": "octavo.operators.command:app",
+}
+"""Commands that live in other packages, ``module:attribute``; imported when one is called or all are listed.
+
+The attribute is a function, which may carry ``context_settings`` for Typer, or a ``typer.Typer`` of commands.
+"""
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -47,6 +56,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         command = context.command_path if context else "octavo"
         message = getattr(mistake, "format_message", mistake.__str__)()
         status = _bad_input(f"{message} See '{command} --help'.")
+    except UserError as error:
+        status = _bad_input(str(error))
     except (KeyboardInterrupt, typer.Abort):
         status = 130
     sys.exit(status if isinstance(status, int) else 0)
@@ -55,11 +66,15 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 def _add_commands(arguments: list[str]) -> None:
     """Registers those of ``ELSEWHERE`` that the command line can mean."""
     called = next((argument for argument in arguments if not argument.startswith("-")), None)
-    present = {command.name for command in app.registered_commands}
+    present = {entry.name for entry in (*app.registered_commands, *app.registered_groups)}
     for name, where in ELSEWHERE.items():
         if called in (None, name) and name not in present and "--version" not in arguments:
-            module, _, function = where.partition(":")
-            app.command(name)(getattr(importlib.import_module(module), function))
+            module, _, attribute = where.partition(":")
+            found = getattr(importlib.import_module(module), attribute)
+            if isinstance(found, typer.Typer):
+                app.add_typer(found, name=name)
+            else:
+                app.command(name, context_settings=getattr(found, "context_settings", None))(found)
 
 
 def _bad_input(message: str) -> int:
@@ -70,27 +85,6 @@ def _bad_input(message: str) -> int:
     return EXIT_BAD_INPUT
 
 
-def _whole(text: str | int) -> int:
-    """A whole number as typed; the message names what was typed, which Typer's own does not."""
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a whole number") from None
-
-
-def _number(text: str | float) -> float:
-    """A number as typed, such as 0.001 or 1e-3."""
-    try:
-        return float(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a number") from None
-
-
-def _names(values: list[str] | None) -> list[str]:
-    """Names from options that may be repeated and may each hold several, separated by commas."""
-    return [name.strip() for value in values or [] for name in value.split(",") if name.strip()]
-
-
 @app.callback(invoke_without_command=True)
 def _octavo(
     version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
@@ -98,94 +92,6 @@ def _octavo(
     if version:
         typer.echo(f"octavo {__version__}")
         raise typer.Exit
-
-
-@app.command()
-def train(
-    model: Annotated[
-        str, typer.Option(help="llama3-debug (4.9 M parameters), llama3-1b, llama3-8b or llama3-70b.")
-    ] = "llama3-debug",
-    recipe: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Precision of the linear layers: bf16, tensorwise, rowwise, rowwise_with_gw_hp, "
-            "blockwise or mxfp8. Several with commas or by repeating the option.",
-            show_default="rowwise",
-        ),
-    ] = None,
-    compare: Annotated[
-        list[str] | None,
-        typer.Option(help="Recipes to train as well; differences are stated against the first one."),
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="A text file or a folder of them.", show_default="the Python standard library's source"
-        ),
-    ] = None,
-    steps: Annotated[int, typer.Option(parser=_whole, metavar="N", help="Optimizer steps.")] = 200,
-    seq_len: Annotated[
-        int, typer.Option(parser=_whole, metavar="N", help="Tokens (bytes) in a sequence.")
-    ] = 128,
-    batch_size: Annotated[int, typer.Option(parser=_whole, metavar="N", help="Sequences in a step.")] = 8,
-    lr: Annotated[float, typer.Option(parser=_number, metavar="X", help="Largest learning rate.")] = 1e-3,
-    warmup: Annotated[
-        int | None,
-        typer.Option(
-            parser=_whole, metavar="N", help="Steps of warm-up.", show_default="a tenth of the steps"
-        ),
-    ] = None,
-    weight_decay: Annotated[
-        float, typer.Option(parser=_number, metavar="X", help="AdamW's weight decay.")
-    ] = 0.1,
-    clip: Annotated[
-        float, typer.Option(parser=_number, metavar="X", help="Largest norm of the gradient.")
-    ] = 1.0,
-    seed: Annotated[
-        int, typer.Option(parser=_whole, metavar="N", help="Of the weights and of the order of the text.")
-    ] = 0,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="a GPU if any")
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Outside FP8: float32 or bfloat16.", show_default="float32 on CPU, bfloat16 on GPU"
-        ),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for report.json and loss.png.")] = Path("octavo-run"),
-) -> int:
-    """Train a model once per recipe on the same batches from the same weights, and compare."""
-    import torch
-    from rich.console import Console
-
-    from octavo.trainer import job
-    from octavo.trainer.config import TrainConfig, UserError
-
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    compared = _names(compare)
-    config = TrainConfig(
-        model=model,
-        recipes=(*compared, *(_names(recipe) or ["rowwise"])),
-        baseline=compared[0] if compared else None,
-        data=data,
-        steps=steps,
-        seq_len=seq_len,
-        batch_size=batch_size,
-        lr=lr,
-        warmup=warmup,
-        weight_decay=weight_decay,
-        clip=clip,
-        seed=seed,
-        device=device,
-        dtype=dtype or ("float32" if device == "cpu" else "bfloat16"),
-        out=out,
-    )
-    try:
-        corpus = job.prepare(config)
-    except UserError as error:
-        raise typer.Exit(_bad_input(str(error))) from None
-    return job.run(config, corpus, Console(), command=shlex.join(["octavo", *sys.argv[1:]]))
 
 
 @app.command()

@@ -39,6 +39,13 @@ def _hooked(runtime: Any) -> bool:
     return bool(getattr(enter, "calls", enter)) or bool(getattr(leave, "calls", leave))
 
 
+def _check_order(kernel: Any, arguments: int, constants: Mapping[str, Any]) -> None:
+    """Constants reach a compiled kernel by place, not by name: theirs must be the order of its parameters."""
+    expected = kernel.arg_names[arguments:]
+    if list(constants) != list(expected):
+        raise ValueError(f"{kernel.__name__} takes the constants {expected} last; got {list(constants)}")
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
@@ -59,9 +66,12 @@ def launch(
         device: where the tensors are, which need not be the current device; the first argument's by default.
         cooperative: start only if all programs fit the device at once, so that they may wait for each other.
     """
-    device = device or arguments[0].device
+    if device is None:
+        device = arguments[0].device
+        assert isinstance(device, torch.device)
     options: dict[str, Any] = {"num_warps": num_warps}
     if device.type != "cuda":
+        _check_order(kernel, len(arguments), constants)
         kernel[grid](*arguments, **constants, **options)
         return None
     if cooperative:
@@ -80,6 +90,7 @@ def launch(
     )
     compiled = _compiled.get(key)
     if compiled is None or _hooked(_runtime()):
+        _check_order(kernel, len(arguments), constants)
         compiled = _compiled[key] = kernel[grid](*arguments, **constants, **options)
         return compiled
     x, y, z = (*grid, 1, 1)[:3]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from octavo import hardware
-from octavo.bench import __main__ as command
+from octavo import cli, hardware
 from octavo.bench import wins_table
 from octavo.bench.wins_table import Point
 from octavo.operators import wins
@@ -77,9 +75,9 @@ def test_command_writes_what_the_operators_read(tmp_path: Path, monkeypatch: pyt
     (results / "topk-h200.json").write_text(json.dumps(_content("topk", [_case("fp32 8192x256 k=8", 9.0)])))
     (results / "rmsnorm-h200.json").write_text(json.dumps(_content("rmsnorm", norm)))
     monkeypatch.setenv("OCTAVO_WINS", str(overlay))
-    monkeypatch.setattr(sys, "argv", ["bench", "wins", str(results), "--overlay"])
-    command.main()
-    wins.reload()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["tune", "--wins", "--results", str(results)])
+    assert not ended.value.code
     device = torch.device("cuda", 0)
     with hardware.assume_architecture("sm_90"):
         assert wins.why_not("topk", device, dtype="float32", m=8192, n=256, k=8) is None

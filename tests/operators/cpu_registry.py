@@ -1,21 +1,26 @@
 """Checks of the registry on the CPU: the references, registered under the CPU key for this process alone.
 
-python tests/operators/cpu_registry.py opinfo|errors|out|threads|stale|checkpoint|reasons
+python tests/operators/cpu_registry.py CHECK[,CHECK...] [python|c++]     opinfo before the others, stale alone
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import tempfile
 import threading
+import time
 import types
 import unittest
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from octavo import operators
-from octavo.operators import override, registry, rms_norm, topk
+from octavo.operators import override, registry, rms_norm, topk, wins
 from octavo.operators.rms_norm import reference as norm_reference
 from octavo.operators.topk import reference as topk_reference
 
@@ -40,7 +45,6 @@ def _topk(self, k, dim=-1, largest=True, sorted=True, *, values=None, indices=No
 
 def register() -> None:
     """Route topk and rms_norm to the references at the CPU key."""
-    never = lambda *args, **kwargs: "not measured"  # noqa: E731
     runs = {
         "aten::topk": _topk,
         "aten::topk.values": _topk,
@@ -49,7 +53,9 @@ def register() -> None:
     }
     for name, module in (("topk", topk), ("rms_norm", rms_norm)):
         taken = [
-            override.Override(o.overload, _on_cpu(o.why_not, name == "rms_norm"), never, runs[o.overload])
+            override.Override(
+                o.overload, _on_cpu(o.why_not, name == "rms_norm"), o.measured, runs[o.overload], o.filter
+            )
             for o in module.OVERRIDES
         ]
         registry.register_for_test(name, tuple(taken), "CPU")
@@ -181,8 +187,9 @@ def threads() -> None:
     for worker in workers:
         worker.start()
     while any(worker.is_alive() for worker in workers):
-        operators.enable("topk", force=True)
-        operators.disable("topk")
+        for turn in (lambda: operators.enable("topk", force=True), operators.disable):
+            turn()
+            time.sleep(1e-4)
     for worker in workers:
         worker.join()
     assert not wrong
@@ -238,7 +245,7 @@ def reasons() -> None:
         torch.topk(x.double(), 2)
         torch.topk(x.double(), 2)
     (entry,) = [s for s in operators.status() if s.overload == "aten::topk"]
-    assert entry.refused == {"not measured": 1, "dtype is not float32, bfloat16 or float16": 2}
+    assert entry.refused == {"not measured on cpu": 1, "dtype is not float32, bfloat16 or float16": 2}
     assert not entry.enabled
     with operators.enabled("topk", force=True):
         inner = torch.topk(x, 2)
@@ -251,13 +258,60 @@ def reasons() -> None:
     assert _taken("aten::topk") == 0
 
 
-CHECKS = {f.__name__: f for f in (opinfo, errors, out, threads, stale, recompute, reasons)}
+def filter() -> None:
+    """What the compiled router refuses by itself, from a table of wins for this CPU; the rest is asked of Python."""
+    folder = Path(tempfile.mkdtemp())
+    os.environ["OCTAVO_WINS"] = str(folder)
+    x = torch.randn(6, 40)
+    wide = torch.randn(3, 2, topk.plans.MAX_K + 2)
+    calls = {
+        "dtype is not float32, bfloat16 or float16": lambda: torch.topk(x.double(), 2),
+        "k is above 2048": lambda: torch.topk(wide, topk.plans.MAX_K + 1),
+        wins.OTHER_DIMENSION: lambda: torch.topk(x, 2, dim=0),
+        wins.NOT_A_WIN: lambda: torch.topk(x, 9),
+        "k is 0 or out of range": lambda: torch.topk(x, 0),
+        "the tensor is copy-on-write": lambda: torch.topk(torch._lazy_clone(x.clone()), 2),
+    }
+    expected = {reason: call() for reason, call in calls.items()}
+    unmeasured = torch.topk(x, 2)
+    with operators.enabled("topk"):
+        for _ in range(3):
+            torch.topk(x, 2)
+        assert _refused("aten::topk") == {"not measured on cpu": 3}, _refused("aten::topk")
+        box = {"dtype": ["float32"], "m": [6, 6], "n": [40, 40], "k": [1, 8]}
+        (folder / "cpu.json").write_text(json.dumps({"run": "by hand", "topk": [box]}))
+        wins.reload()
+        operators.reset_counts()
+        for call in (lambda: torch.topk(x, 2), lambda: torch.topk(x.unsqueeze(0), 2)):
+            for got, want in zip(call(), unmeasured):
+                assert torch.equal(got.view_as(want), want)
+        assert _taken("aten::topk") == 2
+        for reason, call in calls.items():
+            for _ in range(2):
+                for got, want in zip(call(), expected[reason]):
+                    assert torch.equal(got, want), reason
+        assert _refused("aten::topk") == dict.fromkeys(calls, 2)
+    with operators.enabled("topk", force=True):
+        torch.topk(x, 9)
+        assert _taken("aten::topk") == 3
+    torch.topk(x, 2)
+    assert _taken("aten::topk") == 3, "switched off"
+    del os.environ["OCTAVO_WINS"]
+    wins.reload()
+
+
+def _refused(overload: str) -> dict[str, int]:
+    (entry,) = [s for s in operators.status() if s.overload == overload]
+    return entry.refused
+
+
+CHECKS = {f.__name__: f for f in (opinfo, errors, out, threads, stale, recompute, reasons, filter)}
 other = None
 other_calls: list[int] = []
 
 if __name__ == "__main__":
-    name = sys.argv[1]
-    if name == "stale":
+    names, router = sys.argv[1].split(","), sys.argv[2] if len(sys.argv) > 2 else "python"
+    if "stale" in names:
         below = torch.library.get_kernel("aten::topk", "CPU")
         other = torch.library.Library("aten", "IMPL")
 
@@ -266,7 +320,10 @@ if __name__ == "__main__":
             return below.call_boxed(keys, *args, **kwargs)
 
         other.impl("topk", counted, "CPU", with_keyset=True)
-    if name != "opinfo":
+    if "opinfo" not in names:
         register()
-    CHECKS[name]()
-    print("passed", name)
+    for name in names:
+        operators.reset_counts()
+        CHECKS[name]()
+        assert {s.router for s in operators.status()} == {router}
+        print("passed", name)

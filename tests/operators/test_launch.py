@@ -77,7 +77,10 @@ def test_unaligned_tensors_other_devices_and_hooks_go_the_ordinary_way(gpu, monk
 class _Kernel:
     """Stands for a ``triton.jit`` function: notes its ordinary launches and what was compiled for each."""
 
-    def __init__(self) -> None:
+    __name__ = "kernel"
+
+    def __init__(self, *arg_names: str) -> None:
+        self.arg_names = arg_names
         self.launches: list[tuple[Any, ...]] = []
         self.compiled: list[_Compiled] = []
 
@@ -95,7 +98,7 @@ def test_launches_are_kept_by_device_and_specialization_and_follow_the_stream(mo
     monkeypatch.setattr(launching, "_compiled", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
-    kernel, a = _Kernel(), torch.empty(64)
+    kernel, a = _Kernel("x", "n", "y", "C"), torch.empty(64)
 
     def launch(*arguments: Any, **options: Any) -> None:
         launching.launch(kernel, (3, 2), arguments, {"C": 8}, 4, torch.device("cuda"), **options)
@@ -116,10 +119,17 @@ def test_launches_are_kept_by_device_and_specialization_and_follow_the_stream(mo
 
 
 def test_a_tensor_off_the_gpu_goes_to_the_kernel_itself() -> None:
-    kernel = _Kernel()
+    kernel = _Kernel("x", "n", "C")
     assert launching.launch(kernel, (1,), (torch.empty(4), 4), {"C": 8}, 2) is None
     ((grid, _, options),) = kernel.launches
     assert (grid, options) == ((1,), {"C": 8, "num_warps": 2})
+
+
+def test_constants_that_are_not_the_last_parameters_in_order_are_refused() -> None:
+    kernel = _Kernel("x", "B", "C")
+    with pytest.raises(ValueError, match=r"kernel takes the constants \('B', 'C'\) last; got \['C', 'B'\]"):
+        launching.launch(kernel, (1,), (torch.empty(4),), {"C": 8, "B": 1}, 2)
+    assert not kernel.launches
 
 
 def test_cache_forgets_rather_than_grows(monkeypatch) -> None:

@@ -24,20 +24,18 @@ def _run(arguments: list[str], **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        "opinfo",
-        "errors",
-        "out",
-        "threads",
-        "stale",
-        pytest.param("recompute", marks=pytest.mark.case("B39")),
-        "reasons",
-    ],
-)
-def test_on_cpu(check: str) -> None:
-    assert f"passed {check}" in _run([str(HERE / "cpu_registry.py"), check])
+CHECKS = "opinfo,errors,out,threads,reasons,filter"
+
+
+@pytest.mark.parametrize("checks", [CHECKS, "stale"])
+def test_on_cpu(checks: str) -> None:
+    passed = _run([str(HERE / "cpu_registry.py"), checks, "python"], OCTAVO_ROUTER="python")
+    assert passed.split() == [word for check in checks.split(",") for word in ("passed", check)]
+
+
+@pytest.mark.case("B39")
+def test_recomputed_router_chooses_the_same_experts() -> None:
+    assert "passed recompute" in _run([str(HERE / "cpu_registry.py"), "recompute"], OCTAVO_ROUTER="python")
 
 
 def test_nothing_is_registered_on_the_cpu_key() -> None:
@@ -67,8 +65,8 @@ def test_run_script(tmp_path: Path) -> None:
         "import sys\nfrom octavo import operators\n"
         "print(sys.argv[1:], __name__, [s.overload for s in operators.status() if s.enabled])\n"
     )
-    printed = _run(["-m", "octavo.operators", str(script), "a", "b"], OCTAVO_OPERATORS="topk")
-    assert printed.startswith("['a', 'b'] __main__")
+    printed = _run(["-m", "octavo", "run", str(script), "a", "--b"], OCTAVO_OPERATORS="topk")
+    assert printed.startswith("['a', '--b'] __main__")
     with pytest.raises(FileNotFoundError, match="no script at"):
         operators.run_script(str(tmp_path / "absent.py"))
 

@@ -2,7 +2,7 @@
 
     octavo.operators.enable()                       # all operators, where a measurement says they win
     with octavo.operators.enabled("topk"): ...      # one, for a while
-    python -m octavo.operators script.py arguments  # a program that cannot be edited
+    octavo run script.py arguments                  # a program that cannot be edited
 
 ``status()`` says what was taken, what was refused, and why.
 """

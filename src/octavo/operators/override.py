@@ -15,6 +15,33 @@ def is_copy_on_write(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True)
+class Filter:
+    """What the compiled router may refuse by itself: a part of the gate and the table of wins, as plain numbers.
+
+    Args:
+        operator: the operator's name in the tables of wins.
+        tensor: position of the argument that decides.
+        columns: position of the dimension that is reduced, or of the normalized shape.
+        dtypes: those that the kernels are written for.
+        max_columns: longest row that they take.
+        k: position of k, if there is one.
+        max_k: largest k that they take.
+        other_dtype, too_long, k_too_large: the gate's own reasons for these.
+    """
+
+    operator: str
+    tensor: int
+    columns: int
+    dtypes: tuple[torch.dtype, ...]
+    max_columns: int
+    other_dtype: str
+    too_long: str
+    k: int | None = None
+    max_k: int = 0
+    k_too_large: str = ""
+
+
+@dataclass(frozen=True)
 class Override:
     """One overload of PyTorch that a kernel of ours may serve. All three callables take its arguments.
 
@@ -24,9 +51,11 @@ class Override:
             PyTorch would reject: those go to PyTorch, which raises its own error.
         measured: why no measurement says that it wins, or None. Skipped under ``enable(force=True)``.
         run: the kernel.
+        filter: for the compiled router; without one the overload is always routed in Python.
     """
 
     overload: str
     why_not: Callable[..., str | None]
     measured: Callable[..., str | None]
     run: Callable[..., Any]
+    filter: Filter | None = None

@@ -6,6 +6,9 @@ crashes PyTorch. A router asks the gate, then the measured table, and calls eith
 before, with the same arguments: what is refused behaves as if nothing were registered, errors included. PyTorch's own
 ``torch._native`` overrides may be switched before or after ours; if the kernel captured here was one of theirs and is
 gone, the one below it is captured instead.
+
+A router is a Python function, or ``router.cpp`` where that was built (``octavo.operators.native``): it refuses most
+calls itself and asks the Python function about the others. Either way a route's flags decide, and its counts tell.
 """
 
 from __future__ import annotations
@@ -22,14 +25,17 @@ from typing import Any
 
 import torch
 
-from octavo.operators import wins
+from octavo.operators import native, wins
 from octavo.operators.override import Override
 
 OPERATORS = {"topk": "octavo.operators.topk", "rms_norm": "octavo.operators.rms_norm"}
 """Names that ``enable`` takes, and the module that holds each one's OVERRIDES."""
 
+MEASURED = ("topk", "rms_norm", "rms_norm_backward")
+"""Names in the tables of wins: an operator's forward and backward win or lose apart."""
+
 ENVIRONMENT = "OCTAVO_OPERATORS"
-"""Names for ``run_script`` to switch on, separated by commas; ``all`` for all."""
+"""Names for ``octavo run`` to switch on, separated by commas; ``all`` for all."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,7 @@ class OperatorStatus:
         taken: calls that Octavo's kernel served.
         refused: calls that went to PyTorch's kernel while enabled, by reason.
         table: the run behind the table of measured wins, per architecture of the process's devices; empty if none.
+        router: ``"c++"`` if the compiled router serves it, else ``"python"``.
     """
 
     overload: str
@@ -51,6 +58,7 @@ class OperatorStatus:
     taken: int
     refused: dict[str, int]
     table: dict[str, str]
+    router: str
 
 
 @dataclass
@@ -60,6 +68,13 @@ class _Switch:
     enabled: bool = False
     forced: bool = False
     routes: list[_Route] = field(default_factory=list)
+
+    def turn(self, enabled: bool, forced: bool) -> None:
+        """Set the state, here and in compiled routers."""
+        self.enabled, self.forced = enabled, forced
+        for route in self.routes:
+            if route.native is not None:
+                route.native.switch(enabled, forced)
 
 
 @dataclass(frozen=True)
@@ -81,7 +96,13 @@ class _Route:
         self.taken = 0
         self.refused: collections.Counter[str] = collections.Counter()
         self.lock = threading.Lock()
-        self.install()
+        self.native: native.NativeRoute | None = None
+        library = None if override.filter is None else native.load()
+        if library is None:
+            self.install()
+        else:
+            self.native = native.NativeRoute(library, override, key, self.answer)
+            wins.on_reload(self.native.forget)
 
     def _present_kernel(self) -> Any:
         if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(self.override.overload, self.key):
@@ -89,7 +110,7 @@ class _Route:
         return torch.library.get_kernel(self.override.overload, self.key)
 
     def install(self) -> None:
-        """Capture the present kernel and register the router above it."""
+        """Capture the present kernel and register the Python router above it."""
         self.original = self._present_kernel()
         self.library = torch.library.Library("aten", "IMPL")
         name = self.override.overload.removeprefix("aten::")
@@ -97,21 +118,36 @@ class _Route:
             warnings.filterwarnings("ignore", message="(?s).*verriding a previously registered kernel")
             self.library.impl(name, self.route, self.key, with_keyset=True)
 
-    def route(self, keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        """Serve one call."""
-        switch = self.switch
-        if switch.enabled:
-            override = self.override
-            reason = override.why_not(*args, **kwargs)
-            if reason is None and not switch.forced:
-                reason = override.measured(*args, **kwargs)
+    def _refuses(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Ask the gate, then the table; counts the answer."""
+        override = self.override
+        reason = override.why_not(*args, **kwargs)
+        if reason is None and not self.switch.forced:
+            reason = override.measured(*args, **kwargs)
+        with self.lock:
             if reason is None:
-                with self.lock:
-                    self.taken += 1
-                return override.run(*args, **kwargs)
-            with self.lock:
+                self.taken += 1
+            else:
                 self.refused[reason] += 1
+        return reason is not None
+
+    def route(self, keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        """The Python router: serve one call."""
+        if self.switch.enabled and not self._refuses(args, kwargs):
+            return self.override.run(*args, **kwargs)
         return self._call_original(keyset, args, kwargs)
+
+    def answer(self, keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        """What the compiled router asks about a call: serve it, or refuse."""
+        route, found = self.native, self.override.filter
+        assert route is not None
+        assert found is not None
+        decides = args[found.tensor]
+        route.learn(decides.device)
+        if not self._refuses(args, kwargs):
+            return self.override.run(*args, **kwargs)
+        route.refuse()
+        return (decides,) * route.returns
 
     def _call_original(
         self, keyset: torch._C.DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -127,6 +163,23 @@ class _Route:
                 self.library._destroy()
                 self.install()
         return self.original.call_boxed(keyset, *args, **kwargs)
+
+    def counts(self) -> tuple[int, dict[str, int]]:
+        """Calls taken, and refused by reason."""
+        with self.lock:
+            refused = collections.Counter(self.refused)
+            taken = self.taken
+        if self.native is not None:
+            refused.update(self.native.refused())
+        return taken, dict(refused)
+
+    def reset(self) -> None:
+        """Start the counts again."""
+        with self.lock:
+            self.taken = 0
+            self.refused.clear()
+        if self.native is not None:
+            self.native.reset()
 
 
 _switches: dict[str, _Switch] = {}
@@ -174,9 +227,7 @@ def enable(*operators: str, force: bool = False) -> None:
         ValueError: for an unknown name.
     """
     for name in _names(operators):
-        switch = _switch(name)
-        switch.forced = force
-        switch.enabled = True
+        _switch(name).turn(True, force)
 
 
 def disable(*operators: str) -> None:
@@ -184,8 +235,7 @@ def disable(*operators: str) -> None:
     for name in _names(operators):
         switch = _switches.get(name)
         if switch is not None:
-            switch.enabled = False
-            switch.forced = False
+            switch.turn(False, False)
 
 
 @contextlib.contextmanager
@@ -197,12 +247,11 @@ def enabled(*operators: str, force: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, (was_enabled, was_forced) in before.items():
-            _switches[name].enabled = was_enabled
-            _switches[name].forced = was_forced
+        for name, state in before.items():
+            _switches[name].turn(*state)
 
 
-def enable_from_environment() -> tuple[str, ...]:
+def enable_from_environment(force: bool = False) -> tuple[str, ...]:
     """Enable what ``$OCTAVO_OPERATORS`` names; returns the names.
 
     Raises:
@@ -213,7 +262,7 @@ def enable_from_environment() -> tuple[str, ...]:
         return ()
     names = () if text in ("all", "1") else tuple(part.strip() for part in text.split(",") if part.strip())
     names = _names(names)
-    enable(*names)
+    enable(*names, force=force)
     return names
 
 
@@ -236,11 +285,16 @@ def status() -> list[OperatorStatus]:
     out = []
     for name, switch in _switches.items():
         for route in switch.routes:
-            with route.lock:
-                taken, refused = route.taken, dict(route.refused)
-            overload = route.override.overload
-            entry = OperatorStatus(overload, switch.enabled, switch.forced, taken, refused, _tables(name))
-            out.append(entry)
+            out.append(
+                OperatorStatus(
+                    route.override.overload,
+                    switch.enabled,
+                    switch.forced,
+                    *route.counts(),
+                    _tables(name),
+                    "python" if route.native is None else "c++",
+                )
+            )
     return out
 
 
@@ -248,9 +302,7 @@ def reset_counts() -> None:
     """Start the counts of ``status`` again."""
     for switch in _switches.values():
         for route in switch.routes:
-            with route.lock:
-                route.taken = 0
-                route.refused.clear()
+            route.reset()
 
 
 def why_not(name: str, overload: str, *args: Any, **kwargs: Any) -> str | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,12 @@ import torch
 from octavo import hardware
 
 COMMITTED = Path(__file__).with_name("wins_tables")
-"""Tables that come with the package; ``python -m octavo.bench wins`` writes them."""
+"""Tables that come with the package; ``octavo tune --wins --committed`` writes them."""
+
+OTHER_DIMENSION = "not measured: another dimension than a contiguous last one"
+NOT_A_WIN = "not measured faster for this shape"
+
+_listeners: list[Callable[[], None]] = []
 
 
 @dataclass(frozen=True)
@@ -56,9 +62,16 @@ def tables(architecture: str) -> dict[str, Table]:
 
 
 def reload() -> None:
-    """Forget the tables read so far."""
+    """Forget the tables read so far; routers follow."""
     tables.cache_clear()
     _decide.cache_clear()
+    for listener in _listeners:
+        listener()
+
+
+def on_reload(listener: Callable[[], None]) -> None:
+    """Have ``listener`` called after the tables were forgotten."""
+    _listeners.append(listener)
 
 
 def _inside(value: Any, limits: list[Any]) -> bool:
@@ -75,7 +88,7 @@ def _decide(operator: str, architecture: str, shape: tuple[tuple[str, Any], ...]
     for box in table.boxes:
         if all(_inside(value, box[name]) for name, value in shape):
             return None
-    return "not measured faster for this shape"
+    return NOT_A_WIN
 
 
 def why_not(operator: str, device: torch.device, **shape: Any) -> str | None:

@@ -16,18 +16,21 @@ import torch
 from octavo import hardware
 from octavo.launch import Cache, Prepared
 from octavo.operators import wins
-from octavo.operators.override import Override, is_copy_on_write
+from octavo.operators.override import Filter, Override, is_copy_on_write
 from octavo.operators.rms_norm import plan as plans
 from octavo.operators.rms_norm.reference import default_eps
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+OTHER_DTYPE = "dtype is not float32, bfloat16 or float16"
+TOO_LONG = f"rows are longer than {plans.MAX_COLUMNS}"
 
 
 def _why_not_arguments(
     input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None
 ) -> str | None:
     if input.dtype not in DTYPES:
-        return "dtype is not float32, bfloat16 or float16"
+        return OTHER_DTYPE
     if input.layout is not torch.strided:
         return "the tensor is not strided"
     dims = len(normalized_shape)
@@ -43,7 +46,7 @@ def _why_not_arguments(
     if input.numel() == 0:
         return "the tensor is empty"
     if math.prod(normalized_shape) > plans.MAX_COLUMNS:
-        return f"rows are longer than {plans.MAX_COLUMNS}"
+        return TOO_LONG
     if is_copy_on_write(input):
         return "a tensor is copy-on-write"
     return None
@@ -209,7 +212,23 @@ def _prepare_backward(
     return prepare_backward(g, x, has_weight, need_dx, need_dw, plan)
 
 
+def _filter(operator: str, tensor: int, columns: int) -> Filter:
+    return Filter(operator, tensor, columns, DTYPES, plans.MAX_COLUMNS, OTHER_DTYPE, TOO_LONG)
+
+
 OVERRIDES = (
-    Override("aten::_fused_rms_norm", why_not_forward, measured_forward, fused_rms_norm),
-    Override("aten::_fused_rms_norm_backward", why_not_backward, measured_backward, fused_rms_norm_backward),
+    Override(
+        "aten::_fused_rms_norm",
+        why_not_forward,
+        measured_forward,
+        fused_rms_norm,
+        _filter("rms_norm", tensor=0, columns=1),
+    ),
+    Override(
+        "aten::_fused_rms_norm_backward",
+        why_not_backward,
+        measured_backward,
+        fused_rms_norm_backward,
+        _filter("rms_norm_backward", tensor=1, columns=2),
+    ),
 )

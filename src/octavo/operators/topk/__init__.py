@@ -13,15 +13,20 @@ import torch
 from octavo import hardware
 from octavo.launch import Cache
 from octavo.operators import wins
-from octavo.operators.override import Override, is_copy_on_write
+from octavo.operators.override import Filter, Override, is_copy_on_write
 from octavo.operators.topk import plan as plans
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_COLUMNS = 2**31 - 2**20 - 1
+
+OTHER_DTYPE = "dtype is not float32, bfloat16 or float16"
+TOO_LONG = "rows of 2**31 columns or more"
+K_TOO_LARGE = f"k is above {plans.MAX_K}"
 
 
 def _why_not_arguments(self: torch.Tensor, k: int, dim: int) -> str | None:
     if self.dtype not in DTYPES:
-        return "dtype is not float32, bfloat16 or float16"
+        return OTHER_DTYPE
     if self.layout is not torch.strided:
         return "the tensor is not strided"
     if self.ndim == 0 or not -self.ndim <= dim < self.ndim:
@@ -30,11 +35,11 @@ def _why_not_arguments(self: torch.Tensor, k: int, dim: int) -> str | None:
     if not 0 < k <= n:
         return "k is 0 or out of range"
     if k > plans.MAX_K:
-        return f"k is above {plans.MAX_K}"
+        return K_TOO_LARGE
     if self.numel() == 0:
         return "the tensor is empty"
-    if n >= 2**31 - 2**20:
-        return "rows of 2**31 columns or more"
+    if n > MAX_COLUMNS:
+        return TOO_LONG
     if is_copy_on_write(self):
         return "the tensor is copy-on-write"
     return None
@@ -79,7 +84,7 @@ def measured(self: torch.Tensor, k: int, dim: int = -1, *_: object, **__: object
     """Why no measurement says that these arguments win, or None if one does."""
     n = self.shape[dim]
     if dim not in (-1, self.ndim - 1) or self.stride(-1) != 1:
-        return "not measured: another dimension than a contiguous last one"
+        return wins.OTHER_DIMENSION
     return wins.why_not("topk", self.device, dtype=str(self.dtype)[6:], m=self.numel() // n, n=n, k=k)
 
 
@@ -132,7 +137,20 @@ def topk(
     return values.copy_(out_values), indices.copy_(out_indices)
 
 
+_FILTER = Filter(
+    operator="topk",
+    tensor=0,
+    columns=2,
+    dtypes=DTYPES,
+    max_columns=MAX_COLUMNS,
+    other_dtype=OTHER_DTYPE,
+    too_long=TOO_LONG,
+    k=1,
+    max_k=plans.MAX_K,
+    k_too_large=K_TOO_LARGE,
+)
+
 OVERRIDES = (
-    Override("aten::topk", why_not, measured, topk),
-    Override("aten::topk.values", why_not_out, measured, topk),
+    Override("aten::topk", why_not, measured, topk, _FILTER),
+    Override("aten::topk.values", why_not_out, measured, topk, _FILTER),
 )
