@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +22,8 @@ Call = tuple[str, Callable[[], Any]]
 """A few words for the configuration, and a call of the room's launch code."""
 
 ROWS = 64
+_PRODUCTS = ("attention_forward", "attention_backward_keys", "attention_backward_queries")
+"""Kernels of the rooms below that multiply 16-bit matrices."""
 _BF16, _FP32 = torch.bfloat16, torch.float32
 _SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16"}
 
@@ -62,6 +65,8 @@ def _place(launches: list[Launch], last: Launch) -> int:
 
 
 def _kind(launch: Launch) -> str:
+    if launch.function.__name__ in _PRODUCTS:
+        return "product bf16"
     casts = [v for k, v in launch.constexprs.items() if k.split("_")[-1] == "CAST" and v]
     if not casts:
         return "general"
@@ -224,10 +229,31 @@ def _rms_norm(launch: ModuleType, target: str) -> Iterator[Call]:
             yield f"{words} backward", backward(m, n, dtype)
 
 
+def _attention(launch: ModuleType, target: str) -> Iterator[Call]:
+    """Each line of the target's table, causal, and one call that is not; deterministic and with added sums."""
+    from octavo.operators.attention import plan as plans
+
+    def call(dim: int, value_dim: int, causal: bool, fused: bool) -> Callable[[], Any]:
+        def attention() -> None:
+            q, k = (torch.zeros(1, heads, 256, dim, dtype=_BF16) for heads in (4, 2))
+            v, g = (torch.zeros(1, heads, 256, value_dim, dtype=_BF16) for heads in (2, 4))
+            plan = replace(plans.choose(target, dim, value_dim, causal), fused=fused)
+            out, lse = launch.forward(q, k, v, causal, 0.125, plan)
+            launch.backward(g, q, k, v, out, lse, causal, 0.125, plan)
+
+        return attention
+
+    for dim, value_dim in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
+        yield f"bf16 D={dim} Dv={value_dim} causal", call(dim, value_dim, True, False)
+    yield "bf16 D=128 Dv=128", call(128, 128, False, False)
+    yield "bf16 D=128 Dv=128 causal, sums added", call(128, 128, True, True)
+
+
 _ROOMS: dict[str, tuple[str, Callable[[ModuleType, str], Iterator[Call]]]] = {
     "quantize": ("octavo.quantize.triton_launch", _quantize),
     "fused": ("octavo.fused.triton_launch", _fused),
     "matmul": ("octavo.matmul.triton_launch", _matmul),
     "topk": ("octavo.operators.topk.launch", _topk),
     "rms_norm": ("octavo.operators.rms_norm.launch", _rms_norm),
+    "attention": ("octavo.operators.attention.launch", _attention),
 }

@@ -259,6 +259,20 @@ def test_float(text: str, target: str) -> None:
         same(vector(m, 0, np.float32), FLOAT[text](a, b, c).astype(np.float32))
 
 
+@pytest.mark.parametrize(("name", "ufunc"), [("maximum", np.maximum), ("minimum", np.minimum)])
+def test_maximum_and_minimum_keep_a_nan(name: str, ufunc: np.ufunc) -> None:
+    rng = np.random.default_rng(8)
+    a, b = interesting_floats(rng), interesting_floats(rng)
+    got = vector(execute(f"v_{name}3_f32 v0, v1, -v2, v1", "gfx950", {1: a, 2: b}), 0, np.float32)
+    want = ufunc(a, -b)
+    assert np.isnan(want).any()
+    np.testing.assert_array_equal(got, want)  # equal, NaN in the same places
+    zeros = {1: np.float32(0), 2: np.float32(-0.0)}
+    for order in ("v1, v2, v1", "v2, v1, v2"):
+        zero = vector(execute(f"v_{name}3_f32 v0, {order}", "gfx950", zeros), 0, np.float32)
+        assert (np.signbit(zero) == (name == "minimum")).all()
+
+
 @both_targets
 @pytest.mark.parametrize(
     ("name", "function"),

@@ -55,6 +55,13 @@ def minimum(a: Any, b: Any) -> Any:
     return np.where((a == 0) & (b == 0) & ~np.signbit(smaller), b, smaller)
 
 
+def _or_nan(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` of three operands, NaN where one of them is."""
+    return lambda a, b, c: np.where(
+        np.isnan(a) | np.isnan(b) | np.isnan(c), np.float32(np.nan), function(a, b, c)
+    )
+
+
 def median(a: Any, b: Any, c: Any) -> Any:
     """v_med3: the middle value; with a NaN operand, the least of the three (CDNA3 ISA, V_MED3_F32)."""
     middle = maximum(minimum(a, b), minimum(maximum(a, b), c))
@@ -93,6 +100,16 @@ for _t in ("f32", "f16"):
     for _k, _f in (("max", maximum), ("min", minimum)):
         valu(f"v_{_k}3_{_t}", _t, f"{_t} {_t} {_t}", lambda a, b, c, f=_f: f(f(a, b), c))
     valu(f"v_med3_{_t}", _t, f"{_t} {_t} {_t}", median)
+
+# IEEE 754-2019's maximum and minimum, which keep a NaN (CDNA4 ISA, V_MAXIMUM3_F32 and V_MINIMUM3_F32).
+for _k, _f in (("maximum", maximum), ("minimum", minimum)):
+    valu(
+        f"v_{_k}3_f32",
+        "f32",
+        "f32 f32 f32",
+        _or_nan(lambda a, b, c, f=_f: f(f(a, b), c)),
+        targets=("gfx950",),
+    )
 
 for _t, _fma in (("f32", fma32), ("f16", fma16)):
     valu(f"v_fma_{_t}", _t, f"{_t} {_t} {_t}", _fma)
