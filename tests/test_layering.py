@@ -14,7 +14,7 @@ TESTS = Path(__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 MAX_LINES = 600
 
-CORE = {"_version", "formats", "hardware", "dispatch", "library", "launch", "compile_cases"}
+CORE = {"_version", "errors", "formats", "hardware", "dispatch", "library", "launch", "compile_cases"}
 KERNELS = CORE | {"quantize", "matmul", "fused"}
 LEAVES = {"bench", "cli", "testing"}
 """Imported by nobody (but ``__main__`` starts the command line, and the command line starts the bench)."""
@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_version": set(),
     "formats": set(),
     "library": set(),
+    "errors": set(),
     "launch": set(),
     "compile_cases": set(),
     "dispatch": {"formats"},

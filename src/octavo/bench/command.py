@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from octavo.operators.command import refuse
+from octavo.errors import UserError
 
 EXIT_FAILED = 1
 
@@ -39,9 +39,9 @@ def bench(
     known = ", ".join(sorted(cases.SUITES))
     unknown = [name for name in names if name not in cases.SUITES]
     if unknown:
-        raise refuse(f"unknown suite {unknown[0]!r}: choose from {known}")
+        raise UserError(f"unknown suite {unknown[0]!r}: choose from {known}")
     if not names:
-        raise refuse(f"no suite is named: choose from {known}, or --all")
+        raise UserError(f"no suite is named: choose from {known}, or --all")
     _need_gpu(f"suite {names[0]!r} is timed on a GPU")
     failures = 0
     for name in names:
@@ -68,9 +68,11 @@ def tune(
     from octavo.operators import wins as tables
 
     if not wins:
-        raise refuse("say what to tune: --wins measures where operators are faster than PyTorch's own")
+        raise UserError("say what to tune: --wins measures where operators are faster than PyTorch's own")
     if results is not None and not results.is_dir():
-        raise refuse(f"no folder {str(results)!r}: --results takes one with topk-*.json and rmsnorm-*.json")
+        raise UserError(
+            f"no folder {str(results)!r}: --results takes one with topk-*.json and rmsnorm-*.json"
+        )
     folder = to or tables.overlay_folder()
     complete = True
     if results is None:
@@ -81,7 +83,7 @@ def tune(
     try:
         path = wins_table.write(results, folder)
     except ValueError as error:
-        raise refuse(str(error)) from None
+        raise UserError(str(error)) from None
     tables.reload()
     typer.echo(f"wrote {path}; octavo operators status shows it")
     return 0 if complete else EXIT_FAILED
@@ -91,7 +93,7 @@ def _need_gpu(what: str) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise refuse(f"{what} and torch sees none: run it on the machine with the card")
+        raise UserError(f"{what} and torch sees none: run it on the machine with the card")
 
 
 def _time(
@@ -122,7 +124,7 @@ def _time(
             progress=typer.echo,
         )
     except ValueError as error:  # no case is left
-        raise refuse(str(error)) from None
+        raise UserError(str(error)) from None
     except RuntimeError as error:
         typer.echo(str(error), err=True)
         return False

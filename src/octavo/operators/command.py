@@ -8,21 +8,12 @@ from typing import Annotated
 
 import typer
 
-EXIT_BAD_INPUT = 2
+from octavo.errors import UserError
 
 app = typer.Typer(
     help="Faster kernels behind PyTorch's own operators: their compiled router and what was measured.",
     no_args_is_help=True,
 )
-
-
-def refuse(message: str) -> typer.Exit:
-    """Says in one line on standard error what cannot work; raise what it returns."""
-    from rich.console import Console
-
-    line = " ".join(message.split())
-    Console(stderr=True).print(f"octavo: {line}", style="red", soft_wrap=True, highlight=False, markup=False)
-    return typer.Exit(EXIT_BAD_INPUT)
 
 
 def show(title: str, headers: Iterable[str], rows: Iterable[Iterable[object]], stderr: bool = False) -> None:
@@ -62,11 +53,11 @@ def run(
 
     names = [name.strip() for name in (operators or "").split(",") if name.strip()]
     if not Path(script).is_file():
-        raise refuse(f"no script at {script!r}: give a Python file")
+        raise UserError(f"no script at {script!r}: give a Python file")
     try:
         program.switch_on(names, force)
     except ValueError as error:
-        raise refuse(str(error)) from None
+        raise UserError(str(error)) from None
     try:
         program.run_script(script, arguments or [], switch=False)
     finally:
@@ -98,7 +89,7 @@ def build() -> None:
     try:
         path = native.build()
     except native.BuildError as error:
-        raise refuse(str(error)) from None
+        raise UserError(str(error)) from None
     typer.echo(f"built {path}; operators use it from now on")
 
 
