@@ -65,12 +65,17 @@ def _taken(overload: str) -> int:
     return sum(s.taken for s in operators.status() if s.overload == overload)
 
 
-def _samples(name: str, dtype: torch.dtype, requires_grad: bool) -> Sequence:
+def _opinfo(name: str):
     # PyTorch's test tables import this package for tests that are not ours.
     sys.modules.setdefault("expecttest", types.SimpleNamespace(TestCase=unittest.TestCase))
     from torch.testing._internal.common_methods_invocations import op_db
 
     (op,) = [op for op in op_db if op.name == name]
+    return op
+
+
+def _samples(name: str, dtype: torch.dtype, requires_grad: bool) -> Sequence:
+    op = _opinfo(name)
     return [(op, sample) for sample in op.sample_inputs("cpu", dtype, requires_grad=requires_grad)]
 
 
@@ -322,8 +327,11 @@ if __name__ == "__main__":
         other.impl("topk", counted, "CPU", with_keyset=True)
     if "opinfo" not in names:
         register()
+    sys.modules["cpu_registry"] = sys.modules["__main__"]
+    from cpu_cases import CHECKS as CASES
+
     for name in names:
         operators.reset_counts()
-        CHECKS[name]()
+        (CHECKS | CASES)[name]()
         assert {s.router for s in operators.status()} == {router}
         print("passed", name)

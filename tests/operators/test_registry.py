@@ -33,6 +33,24 @@ def test_on_cpu(checks: str) -> None:
     assert passed.split() == [word for check in checks.split(",") for word in ("passed", check)]
 
 
+CASES = "specials,ties,gradients,autocast,opinfo_out_and_errors"
+
+
+@pytest.mark.case("B36")
+@pytest.mark.case("B39")
+@pytest.mark.case("B44")
+@pytest.mark.case("B45")
+def test_known_situations_on_cpu() -> None:
+    passed = _run([str(HERE / "cpu_registry.py"), CASES], OCTAVO_ROUTER="python", PYTHONWARNINGS="ignore")
+    assert passed.split() == [word for check in CASES.split(",") for word in ("passed", check)]
+
+
+def test_transformers_models_run_unchanged() -> None:
+    pytest.importorskip("transformers", reason="runs small Llama and Mixtral models")
+    passed = _run([str(HERE / "cpu_registry.py"), "transformers_models"], OCTAVO_ROUTER="python")
+    assert "passed transformers_models" in passed
+
+
 @pytest.mark.case("B39")
 def test_recomputed_router_chooses_the_same_experts() -> None:
     assert "passed recompute" in _run([str(HERE / "cpu_registry.py"), "recompute"], OCTAVO_ROUTER="python")

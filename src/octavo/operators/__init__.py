@@ -7,6 +7,7 @@
 ``status()`` says what was taken, what was refused, and why.
 """
 
+from octavo.operators.norms import fuse_rms_norms
 from octavo.operators.registry import (
     ENVIRONMENT,
     OPERATORS,
@@ -29,6 +30,7 @@ __all__ = [
     "enable",
     "enable_from_environment",
     "enabled",
+    "fuse_rms_norms",
     "reset_counts",
     "run_script",
     "status",
