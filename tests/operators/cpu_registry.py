@@ -249,7 +249,7 @@ def reasons() -> None:
         torch.topk(x, 2)
         torch.topk(x.double(), 2)
         torch.topk(x.double(), 2)
-    (entry,) = [s for s in operators.status() if s.overload == "aten::topk"]
+    entry = [s for s in operators.status() if s.overload == "aten::topk"][-1]  # the CPU's, beside a GPU's
     assert entry.refused == {"not measured on cpu": 1, "dtype is not float32, bfloat16 or float16": 2}
     assert not entry.enabled
     with operators.enabled("topk", force=True):
@@ -306,7 +306,7 @@ def filter() -> None:
 
 
 def _refused(overload: str) -> dict[str, int]:
-    (entry,) = [s for s in operators.status() if s.overload == overload]
+    entry = [s for s in operators.status() if s.overload == overload][-1]
     return entry.refused
 
 
@@ -333,5 +333,6 @@ if __name__ == "__main__":
     for name in names:
         operators.reset_counts()
         (CHECKS | CASES)[name]()
-        assert {s.router for s in operators.status()} == {router}
+        served = [s for s in operators.status() if "topk" in s.overload or "rms_norm" in s.overload]
+        assert {s.router for s in served} == {router}
         print("passed", name)

@@ -153,6 +153,19 @@ def _box(box: dict[str, list[Any]], dtype: torch.dtype) -> _Box:
     return _Box(_SCALAR_TYPES[dtype], *box["m"], *box["n"], *k)
 
 
+_definitions: dict[str, torch.library.Library] = {}
+
+
+def _define(name: str) -> int:
+    """Define ``octavo_router::<name>`` with the schema of ``aten::<name>``, once; the number of its results."""
+    base, _, overload = name.partition(".")
+    schema = getattr(getattr(torch.ops.aten, base), overload or "default")._schema
+    if name not in _definitions:
+        _definitions[name] = torch.library.Library("octavo_router", "FRAGMENT")
+        _definitions[name].define(str(schema).removeprefix("aten::"))
+    return len(schema.returns)
+
+
 class NativeRoute:
     """One overload at one dispatch key, routed by the compiled router.
 
@@ -169,12 +182,11 @@ class NativeRoute:
     ) -> None:
         assert override.filter is not None
         self._library, self._filter = library, override.filter
-        base, _, overload = override.overload.removeprefix("aten::").partition(".")
-        self._operator = torch.library.Library("octavo_router", "FRAGMENT")
-        schema = getattr(getattr(torch.ops.aten, base), overload or "default")._schema
-        self._operator.define(str(schema).removeprefix("aten::"))
-        self.returns = len(schema.returns)
-        self._operator.impl(base + (f".{overload}" if overload else ""), python, key, with_keyset=True)
+        name = override.overload.removeprefix("aten::")
+        base, _, overload = name.partition(".")
+        self.returns = _define(name)
+        self._operator = torch.library.Library("octavo_router", "IMPL")
+        self._operator.impl(name, python, key, with_keyset=True)
         route = library.octavo_route(base.encode(), overload.encode(), key.encode(), self._filter_of())
         if not route:
             raise BuildError(f"the compiled router: {library.octavo_error().decode()}")
