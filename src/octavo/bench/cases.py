@@ -45,6 +45,7 @@ class Case:
 
 
 SUITES = {
+    "attention": "octavo.bench.attention_suite:cases",
     "rmsnorm": "octavo.bench.rmsnorm_suite:cases",
     "topk": "octavo.bench.topk_suite:cases",
 }

@@ -28,10 +28,14 @@ import torch
 from octavo.operators import native, wins
 from octavo.operators.override import Override
 
-OPERATORS = {"topk": "octavo.operators.topk", "rms_norm": "octavo.operators.rms_norm"}
+OPERATORS = {
+    "topk": "octavo.operators.topk",
+    "rms_norm": "octavo.operators.rms_norm",
+    "attention": "octavo.operators.attention",
+}
 """Names that ``enable`` takes, and the module that holds each one's OVERRIDES."""
 
-MEASURED = ("topk", "rms_norm", "rms_norm_backward")
+MEASURED = ("topk", "rms_norm", "rms_norm_backward", "attention", "attention_backward")
 """Names in the tables of wins: an operator's forward and backward win or lose apart."""
 
 ENVIRONMENT = "OCTAVO_OPERATORS"

@@ -15,7 +15,9 @@ from octavo.check.gcn.torch_launch import executing  # noqa: E402
 from octavo.formats import E4M3FN, E5M2, MXFP4, MXFP8, Format, ScaledTensor  # noqa: E402
 from octavo.matmul import reference as matmul_reference  # noqa: E402
 from octavo.matmul import triton_launch as matmul_launch  # noqa: E402
-from octavo.operators import rms_norm, topk  # noqa: E402
+from octavo.operators import attention, rms_norm, topk  # noqa: E402
+from octavo.operators.attention import plan as attention_plan  # noqa: E402
+from octavo.operators.attention import reference as attention_reference  # noqa: E402
 from octavo.quantize import reference as quantize_reference  # noqa: E402
 
 pytestmark = [pytest.mark.amd, pytest.mark.slow]
@@ -113,3 +115,23 @@ def test_topk(columns: int, k: int, dtype: torch.dtype, target: str) -> None:
     assert torch.equal(values, torch.topk(x, k).values)
     assert torch.equal(x.gather(1, indices), values)
     assert all(len(set(row)) == k for row in indices.tolist())
+
+
+@both_targets
+@pytest.mark.parametrize("fused", [False, True])
+def test_attention(fused: bool, target: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, 2, 20, 96), (1, 1, 36, 96), (1, 1, 36, 40), (1, 2, 20, 40))
+    q, k, v, g = (torch.randn(*s, generator=generator).bfloat16() for s in shapes)
+    tile = attention_plan.Tile(32, 32, 1, 1)
+    plan = attention_plan.Plan(tile, tile, tile, fused=fused)
+
+    def both() -> tuple[torch.Tensor, ...]:
+        out, lse = attention.attention(q, k, v, True, plan=plan)
+        return out, lse, *attention.attention_backward(g, q, k, v, out, lse, True, plan=plan)
+
+    out, lse, *grads = on(target, both)
+    want, want_lse = attention_reference.attention(q, k, v, True)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=2e-5)
+    for got, exact in zip((out, *grads), (want, *attention_reference.attention_backward(g, q, k, v, True))):
+        assert sqnr(got, exact) >= 48

@@ -152,9 +152,10 @@ def why_not_cudnn_backward(
     return reason or _why_not_saved(grad_out, query, value, out, logsumexp)
 
 
-def _measured(
+def measured(
     kind: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
 ) -> str | None:
+    """Why no measurement says that ``kind`` ("attention" or "attention_backward") wins here, or None if one does."""
     if query.numel() == 0 or key.numel() == 0:
         return None  # nothing to compute, and not every backend of PyTorch accepts it
     return wins.why_not(
@@ -174,26 +175,26 @@ def _measured_flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any
 ) -> str | None:
     causal = named.get("is_causal", rest[1] if len(rest) > 1 else False)
-    return _measured("attention", query, key, value, causal)
+    return measured("attention", query, key, value, causal)
 
 
 def _measured_cudnn(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any
 ) -> str | None:
     causal = named.get("is_causal", rest[3] if len(rest) > 3 else False)
-    return _measured("attention", query, key, value, causal)
+    return measured("attention", query, key, value, causal)
 
 
 def _measured_flash_backward(
     grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **_: Any
 ) -> str | None:
-    return _measured("attention_backward", query, key, value, rest[7])
+    return measured("attention_backward", query, key, value, rest[7])
 
 
 def _measured_cudnn_backward(
     grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **_: Any
 ) -> str | None:
-    return _measured("attention_backward", query, key, value, rest[10])
+    return measured("attention_backward", query, key, value, rest[10])
 
 
 def choose(query: torch.Tensor, value: torch.Tensor, causal: bool) -> plans.Plan:

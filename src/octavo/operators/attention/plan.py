@@ -6,6 +6,7 @@ import functools
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 
@@ -57,7 +58,7 @@ def cut(dim: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _tables() -> dict[str, list[dict[str, object]]]:
+def _tables() -> dict[str, list[dict[str, Any]]]:
     return json.loads(Path(__file__).with_name("plans.json").read_text())
 
 
@@ -69,7 +70,8 @@ def choose(architecture: str, dim: int, value_dim: int, causal: bool) -> Plan:
     """
     tables = _tables()
     for line in tables.get(architecture, tables["other"]):
-        if max(dim, value_dim) <= int(line["dim"]):  # type: ignore[call-overload]
-            tiles = {name: Tile(*line[name]) for name in ("forward", "keys", "queries")}  # type: ignore[misc]
-            return Plan(**tiles, **{name: bool(line.get(name)) for name in ("descriptors", "fused")})
+        if max(dim, value_dim) <= line["dim"]:
+            forward, keys, queries = (Tile(*line[name]) for name in ("forward", "keys", "queries"))
+            options = {name: bool(line.get(name)) for name in ("descriptors", "fused")}
+            return Plan(forward, keys, queries, **options)
     raise ValueError(f"no attention plan for head dimensions {dim} and {value_dim}")
