@@ -1,5 +1,6 @@
 # make train   train the debug model in high precision and in FP8, compare them
-# make test    the whole test suite
+# make test    the test suite
+# make test-all   the suite and its exhaustive sweeps: every configuration and shape, more than half an hour
 # make check   what every commit must pass: lint, types, fast tests
 # make test-amd   every AMD code object: compiled, inspected, executed
 # make setup   the virtual environment in .venv, alone
@@ -13,7 +14,7 @@ OUT ?= runs/train
 # A process that dies ends the run: xdist can wait forever for the tests of one that it replaced.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart=0
 
-.PHONY: setup train test test-amd check lint fast clean
+.PHONY: setup train test test-all test-amd check lint fast clean
 
 setup: $(STAMP)
 
@@ -34,7 +35,10 @@ test: setup
 	$(PYTEST)
 
 fast: setup
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow and not exhaustive'
+
+test-all: setup
+	$(PYTEST) -m ''
 
 test-amd: setup
 	$(PYTEST) -m amd tests/amd

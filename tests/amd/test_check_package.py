@@ -70,7 +70,8 @@ def test_one_configuration_of_each_quantization_kernel_passes(target: str) -> No
         assert not report.failures, f"{report.name}: {report.failures}"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_configuration_of_every_kernel_passes(target: str) -> None:
     report = check.run(target, all=True)

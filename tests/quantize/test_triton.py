@@ -34,7 +34,9 @@ SHAPES = [(33, 70), (2, 66, 140), (2, 0), (0, 2)]
 
 
 @pytest.mark.skipif(hardware.interpreted(), reason="is this very process")
-@pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "marks", ["not exhaustive", pytest.param("exhaustive", marks=pytest.mark.exhaustive)]
+)
 def test_kernels_in_the_interpreter(marks: str) -> None:
     pytest.importorskip("triton")
     pytest.importorskip("ml_dtypes")
@@ -92,7 +94,7 @@ def test_equals_the_reference(fmt: Format, dtype: torch.dtype) -> None:
 
 
 @interpreted
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_equals_the_reference_in_every_format(fmt: Format) -> None:
     for seed, dtype in enumerate((torch.float32, torch.float16)):
