@@ -147,6 +147,12 @@ def _same(func: Any, x: GatheredWeight, *args: Any, **kwargs: Any) -> GatheredWe
     return _with(x, x.codes, x.scale)
 
 
+def _view(func: Any, x: GatheredWeight, size: Any) -> GatheredWeight:
+    if tuple(size) != tuple(x.shape):
+        raise NotImplementedError(f"view{tuple(size)} of {x!r} other than the whole of it")
+    return _same(func, x)
+
+
 def _as_strided(
     func: Any, x: GatheredWeight, size: Any, stride: Any, storage_offset: int | None = None
 ) -> GatheredWeight:
@@ -182,6 +188,7 @@ _ANSWERS: dict[str, Any] = {
     "aten::detach": _same,
     "aten::alias": _same,
     "aten::as_strided": _as_strided,
+    "aten::view": _view,
     "aten::t": _transpose,
     "aten::transpose": _transpose,
 }

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from octavo.training.autograd import grouped_linear, linear
+from octavo.training.autograd import grouped_linear
+from octavo.training.parallel import linear
 from octavo.training.recipes import BF16, Recipe, get_recipe
 
 

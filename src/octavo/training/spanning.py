@@ -256,9 +256,17 @@ def remove(model: nn.Module) -> None:
 
 
 def spanned(module: nn.Module) -> Names | None:
-    """Attributes of gate, up and down if :func:`install` made ``module`` run as one Function."""
+    """Attributes of gate, up and down if :func:`install` made ``module`` run as one Function and nothing stops it.
+
+    Hooks, biases and weights sharded by tensor parallelism make every call run layer by layer.
+    """
     base = _BASES.get(type(module))
-    return None if base is None else _names(base)
+    names = None if base is None else _names(base)
+    if names is None:
+        return None
+    layers = [getattr(module, name) for name in names]
+    plain = all(type(layer.weight) in (nn.Parameter, torch.Tensor) and layer.bias is None for layer in layers)
+    return names if plain and not any(getattr(layer, hooks) for layer in layers for hooks in _HOOKS) else None
 
 
 def _names(cls: type) -> Names | None:
