@@ -1,5 +1,7 @@
 """Octavo: 8-bit floating-point training and faster kernels behind PyTorch's own operators."""
 
+import importlib
+
 from octavo import hardware as _hardware
 from octavo._version import __version__
 from octavo.dispatch import explain, use_kernels
@@ -51,9 +53,9 @@ _hardware.check_torch_version()
 
 
 def __getattr__(name: str) -> object:
-    # The operator half is loaded when it is first named, so that training pays nothing for it.
-    if name == "operators":
-        import importlib
-
-        return importlib.import_module("octavo.operators")
+    # Operators and serving are loaded when they are first named, so that training pays nothing for them.
+    if name in ("operators", "serving"):
+        return importlib.import_module(f"octavo.{name}")
+    if name == "quantize_weights":
+        return importlib.import_module("octavo.serving").quantize_weights
     raise AttributeError(f"module 'octavo' has no attribute {name!r}")

@@ -38,6 +38,7 @@ ELSEWHERE = {
     "tune": "octavo.bench.command:tune",
     "run": "octavo.operators.command:run",
     "operators": "octavo.operators.command:app",
+    "export": "octavo.serving.command:export",
 }
 """Commands that live in other packages, ``module:attribute``; imported when one is called or all are listed.
 

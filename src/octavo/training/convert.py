@@ -127,6 +127,13 @@ def convert(
     return replace(report, spans=tuple(install(model))) if spans else report
 
 
+def left_alone_by_default(model: nn.Module) -> dict[str, str]:
+    """Names of the linear layers that ``convert`` would leave alone without rules, and why."""
+    heads, any_recipe = _heads(model), get_recipe("rowwise")
+    reasons = ((name, _why_left_alone(name, m, heads, 0, False, any_recipe)) for name, m in _linears(model))
+    return {name: reason for name, reason in reasons if reason is not None}
+
+
 def _compile(rule: Rule) -> tuple[re.Pattern[str], Recipe | None]:
     if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[0], str)):
         raise ValueError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 
 from octavo.launch import launch
 from octavo.operators.attention import backward_kernels, kernels
@@ -19,6 +18,8 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
 
 def _run(kernel: Any, grid: tuple[int, int], tile: Tile, *arguments: Any, **constants: Any) -> None:
     if constants["DESC"] and arguments[0].is_cuda:
+        import triton
+
         triton.set_allocator(_scratch)  # of this thread: Triton keeps it in a context variable
     launch(kernel, grid, arguments, {**constants, "STAGES": tile.stages}, tile.warps)
 
