@@ -87,8 +87,8 @@ def load(model: nn.Module, folder: Path | str, *, activations: str | None = None
         foreign = sorted(present - layers)
         if foreign or not present:
             raise ValueError(
-                f"{str(folder)!r} holds {foreign[0] if foreign else 'nothing'!r} quantized, which is no linear layer of "
-                "the model: load it into a model of the same architecture"
+                f"{str(folder)!r} holds {foreign[0] if foreign else 'nothing'!r} quantized, which is no linear layer "
+                "of the model: load it into a model of the same architecture"
             )
         quantize_weights(
             model, scheme, activations=choice, only=lambda name, _: name in present and name not in kept
