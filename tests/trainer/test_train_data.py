@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from octavo.errors import UserError
 from octavo.trainer import data
-from octavo.trainer.config import UserError
 from octavo.trainer.data import documents
 
 ALPHABET = np.arange(101, dtype=np.uint8)  # each token is its own position, so a batch shows where it was cut

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from octavo.errors import UserError
 from octavo.trainer import data
-from octavo.trainer.config import UserError
 from octavo.trainer.data import tokens
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs the extra octavo[data]")
@@ -113,6 +113,13 @@ def test_a_tokenizer_without_an_end_joins_documents(tmp_path: Path, lines: Path)
     corpus = data.load(lines, 16, tmp_path)
     assert corpus.end_of_text is None
     assert trained(special=()).decode(corpus.train.tolist()).startswith("to be or not to be 0that is")
+
+
+@pytest.mark.parametrize("name", ["<|end_of_text|>", "</s>", "<｜end▁of▁sentence｜>", "<eos>"])
+def test_ends_of_text_are_known_by_their_usual_names(name: str, tmp_path: Path) -> None:
+    made = trained(special=("<pad>", name))
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert data.read_tokenizer(tmp_path).end_of_text == made.token_to_id(name) == 1
 
 
 def test_numbers_of_a_large_vocabulary_are_kept(tmp_path: Path, lines: Path) -> None:

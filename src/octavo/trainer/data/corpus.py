@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from octavo.trainer.config import UserError
+from octavo.errors import UserError
 from octavo.trainer.data import documents
 from octavo.trainer.data.documents import Document
 from octavo.trainer.data.tokens import Tokens, read_tokenizer

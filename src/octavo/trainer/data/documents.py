@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo.trainer.config import UserError
+from octavo.errors import UserError
 
 # Tests come and go with a distribution's packaging, and installed packages differ from machine to machine.
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from octavo.trainer.config import UserError
+from octavo.errors import UserError
 from octavo.trainer.data.documents import Document
 
 VOCAB_SIZE = 256
@@ -22,7 +22,7 @@ END_OF_TEXT = (
     "<|end_of_text|>",
     "<|endoftext|>",
     "</s>",
-    "<|end▁of▁sentence|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
     "<eos>",
     "[EOS]",
     "<|im_end|>",
@@ -33,7 +33,7 @@ and others call it; the first that a tokenizer has is taken."""
 PIECE = 2**20
 """Characters after which a longer document is cut, at the next line's end where one is near: tokenizers slow
 down and grow on very long texts."""
-BATCH = 8 * 2**20
+BATCH = 2**22
 """Characters that are tokenized at once."""
 
 
