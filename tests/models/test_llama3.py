@@ -219,6 +219,22 @@ def test_initial_weights_follow_the_seed() -> None:
     assert not torch.equal(first["output.weight"], other["output.weight"])
 
 
+def test_initial_weights_do_not_depend_on_the_default_device() -> None:
+    model = TINY.build()
+    with torch.device("meta"):
+        model.init_weights(1)
+    expected = tiny(1).state_dict()
+    assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
+
+
+def test_tied_weights_are_one_again_after_memory_was_given() -> None:
+    config = dataclasses.replace(TINY, tied_embeddings=True)
+    model = config.build("meta").to_empty(device="cpu")
+    model.init_weights(1)
+    assert model.output.weight is model.tok_embeddings.weight
+    assert torch.equal(model.output.weight, tiny(1, tied_embeddings=True).output.weight)
+
+
 def test_initial_weights_do_not_move_the_global_generator() -> None:
     model = TINY.build()
     before = torch.get_rng_state()
