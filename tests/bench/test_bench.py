@@ -135,7 +135,7 @@ def test_suites_hold_the_published_cases() -> None:
 
 
 def test_unknown_suite_is_named() -> None:
-    with pytest.raises(ValueError, match="unknown suite 'sort'; choose from rmsnorm, topk"):
+    with pytest.raises(ValueError, match="unknown suite 'sort'; choose from attention, rmsnorm, topk"):
         cases.cases("sort")
 
 

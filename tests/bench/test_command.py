@@ -40,7 +40,7 @@ def octavo(capsys: pytest.CaptureFixture[str]) -> Octavo:
         (["tune"], "say what to tune: --wins"),
         (["tune", "--wins"], "--wins times kernels on a GPU and torch sees none"),
         (["tune", "--wins", "--results", "{tmp}/absent"], "no folder"),
-        (["tune", "--wins", "--results", "{tmp}"], "no topk-*.json or rmsnorm-*.json"),
+        (["tune", "--wins", "--results", "{tmp}"], "no attention-*.json or rmsnorm-*.json or topk-*.json"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -91,9 +91,13 @@ def test_wins_are_measured_and_written_for_the_owner(
 
     def run(suite: str, out: Path, **options: Any) -> Path:
         assert options["force"]
-        case = {"topk": "fp32 8192x256 k=8", "rmsnorm": "bf16 8192x4096"}[suite]
+        group, case = {
+            "topk": ("models", "fp32 8192x256 k=8"),
+            "rmsnorm": ("models_forward", "bf16 8192x4096"),
+            "attention": ("forward_64", "bf16 B=16 H=64 L=512"),
+        }[suite]
         entry = {
-            "group": "models_forward",
+            "group": group,
             "case": case,
             "ms": {"octavo": 1.0, "aten": 3.0},
             "checked": True,

@@ -21,7 +21,7 @@ from octavo.operators import attention
 
 HEAD_DIMS: tuple[tuple[int, int], ...] = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128))
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-TOKENS = 16384
+TOKENS = 8192
 """Of a batch: a length below it runs as several sequences."""
 WIDTH = 4096
 """About heads times head dimension."""

@@ -13,7 +13,7 @@ from octavo.errors import UserError
 
 EXIT_FAILED = 1
 
-OPERATOR_SUITES = ("topk", "rmsnorm")
+OPERATOR_SUITES = ("topk", "rmsnorm", "attention")
 """Suites that measure operators of PyTorch, and so make the tables of wins."""
 
 

@@ -22,8 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from octavo.bench import attention_wins
+
 MARGIN = 1.02
 """How many times faster a win must be, so that noise alone makes none."""
+
+SUITES = ("attention", "rmsnorm", "topk")
+"""Those that measure operators which can be taken over."""
 
 GAP = 4.0
 """Largest ratio of columns across which two wins speak for what lies between."""
@@ -57,7 +62,7 @@ def operator_of(suite: str, group: str) -> str:
         return "topk"
     if suite == "rmsnorm":
         return "rms_norm_backward" if group.endswith("_backward") else "rms_norm"
-    raise ValueError(f"suite {suite!r} measures no operator that can be taken over; need topk or rmsnorm")
+    raise ValueError(f"suite {suite!r} measures no operator that can be taken over; need {', '.join(SUITES)}")
 
 
 def is_win(case: dict[str, Any]) -> bool:
@@ -149,17 +154,20 @@ def table(paths: Iterable[Path]) -> tuple[str, dict[str, Any]]:
             f"need results of exactly one architecture and got {sorted(architectures) or 'none'}"
         )
     runs = [f"{path.name} of {c['date']} on {c['machine']['gpu']}" for path, c in contents.items()]
-    operators = {name: boxes(shapes) for name, shapes in points(contents.values()).items()}
+    of_attention = [c for c in contents.values() if c["suite"] == "attention"]
+    rows = [c for c in contents.values() if c["suite"] != "attention"]
+    operators = {name: boxes(shapes) for name, shapes in points(rows).items()}
+    if of_attention:
+        operators |= attention_wins.boxes((case for c in of_attention for case in c["cases"]), is_win)
     return architectures.pop(), {"run": "; ".join(runs), **operators}
 
 
 def write(results: Path, folder: Path) -> Path:
-    """Write ``<folder>/<architecture>.json`` from the topk and rmsnorm files in ``results``; returns its path."""
-    paths = sorted(path for suite in ("topk", "rmsnorm") for path in results.glob(f"{suite}-*.json"))
+    """Write ``<folder>/<architecture>.json`` from the files of ``SUITES`` in ``results``; returns its path."""
+    paths = sorted(path for suite in SUITES for path in results.glob(f"{suite}-*.json"))
     if not paths:
-        raise ValueError(
-            f"no topk-*.json or rmsnorm-*.json in {results}: run octavo bench with --force first"
-        )
+        wanted = " or ".join(f"{suite}-*.json" for suite in SUITES)
+        raise ValueError(f"no {wanted} in {results}: run octavo bench with --force first")
     architecture, content = table(paths)
     lines = [f' "run": {json.dumps(content.pop("run"))}']
     for operator, members in content.items():
