@@ -116,7 +116,9 @@ def compare(ours: nn.Module, theirs: nn.Module) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_model_of_transformers_gives_its_logits_here(name: str, tmp_path: Path) -> None:
-    from transformers import LlamaForCausalLM
+    LlamaForCausalLM = pytest.importorskip(
+        "transformers", reason="needs the extra octavo[hf]"
+    ).LlamaForCausalLM
 
     torch.manual_seed(0)
     theirs = LlamaForCausalLM(hf_config(VARIANTS[name])).eval()
@@ -130,7 +132,9 @@ def test_a_model_of_transformers_gives_its_logits_here(name: str, tmp_path: Path
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_model_from_here_gives_its_logits_in_transformers(name: str, tmp_path: Path) -> None:
-    from transformers import LlamaForCausalLM
+    LlamaForCausalLM = pytest.importorskip(
+        "transformers", reason="needs the extra octavo[hf]"
+    ).LlamaForCausalLM
 
     ours = built(VARIANTS[name])
     models.save_safetensors(
