@@ -3,6 +3,7 @@
 # make test-all   the suite and its exhaustive sweeps: every configuration and shape, more than half an hour
 # make check   what every commit must pass: lint, types, fast tests
 # make test-amd   every AMD code object: compiled, inspected, executed
+# make test-torchtitan   an environment with TorchTitan and its PyTorch, and its debug models in two processes
 # make setup   the virtual environment in .venv, alone
 
 PYTHON ?= python3
@@ -14,7 +15,12 @@ OUT ?= runs/train
 # A process that dies ends the run: xdist can wait forever for the tests of one that it replaced.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart=0
 
-.PHONY: setup train test test-all test-amd check lint fast clean
+# TorchTitan 0.3 needs PyTorch 2.14, which has an environment of its own.
+TITAN_VENV := .venv-torchtitan
+TITAN_BIN := $(TITAN_VENV)/bin
+TITAN_STAMP := $(TITAN_VENV)/.installed
+
+.PHONY: setup train test test-all test-amd test-torchtitan check lint fast clean
 
 setup: $(STAMP)
 
@@ -43,6 +49,15 @@ test-all: setup
 test-amd: setup
 	$(PYTEST) -m amd tests/amd
 
+$(TITAN_STAMP): pyproject.toml
+	test -x $(TITAN_BIN)/python || $(PYTHON) -m venv $(TITAN_VENV)
+	$(TITAN_BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.14.1' 'torchtitan==0.3.0' \
+	  'triton>=3.6,<3.10' 'pytest>=8.0' 'pytest-timeout>=2.3' 'hypothesis>=6.100' -e .
+	touch $@
+
+test-torchtitan: $(TITAN_STAMP)
+	OMP_NUM_THREADS=1 $(TITAN_BIN)/python -m pytest --durations=10 tests/titan tests/distributed
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -51,4 +66,4 @@ lint: setup
 check: lint fast
 
 clean:
-	rm -rf $(VENV) runs build src/*.egg-info
+	rm -rf $(VENV) $(TITAN_VENV) runs build src/*.egg-info

@@ -85,30 +85,47 @@ def prepare_fsdp(model: nn.Module, *, skip: Callable[[str], bool] = lambda name:
         ValueError: if nothing was converted, or ``fully_shard`` was called already.
     """
     _check_order(model)
-    _watch_optimizers()
     scales, decisions, done = _Scales(), [], {}
     groups = dict(_common_scales(model))
     for prefix, module in model.named_modules():
-        for name in weight_names(module):
-            full_name = f"{prefix}.{name}" if prefix else name
-            weight, recipe = getattr(module, name), cast(Recipe, module.recipe)
-            group, obstacle = groups.get(id(weight), (full_name, None))
-            reason = "skipped" if skip(full_name) else obstacle or why_not_8_bits(recipe)
-            bits = weight.element_size() * 8 if reason else 8
-            decisions.append(
-                GatherDecision(full_name, tuple(weight.shape), bits, reason or "codes and common scales")
-            )
-            if reason:
-                continue
-            if id(weight) not in done:
-                done[id(weight)] = _wrapped(weight, _Place(scales, full_name, group))
-            setattr(module, name, done[id(weight)])
-            _install_state_dict_hooks(module)
+        decisions += _prepare_module(module, prefix, scales, groups, skip, done)
     if not decisions:
         raise ValueError(
             "no layer of this model was converted: call octavo.convert before octavo.prepare_fsdp"
         )
     return GatherReport(tuple(decisions))
+
+
+def prepare_module(module: nn.Module, path: str) -> tuple[GatherDecision, ...]:
+    """:func:`prepare_fsdp` for a single layer called ``path``, where a framework shards layer by layer.
+
+    All layers prepared so share one step for their scales; ``path`` must be unique in the process.
+    """
+    return tuple(_prepare_module(module, path, _process_scales, {}, lambda name: False, {}))
+
+
+def _prepare_module(
+    module: nn.Module,
+    prefix: str,
+    scales: _Scales,
+    groups: dict[int, tuple[str, str | None]],
+    skip: Callable[[str], bool],
+    done: dict[int, nn.Parameter],
+) -> Iterator[GatherDecision]:
+    _watch_optimizers()
+    for name in weight_names(module):
+        full_name = f"{prefix}.{name}" if prefix else name
+        weight, recipe = getattr(module, name), cast(Recipe, module.recipe)
+        group, obstacle = groups.get(id(weight), (full_name, None))
+        reason = "skipped" if skip(full_name) else obstacle or why_not_8_bits(recipe)
+        bits = weight.element_size() * 8 if reason else 8
+        yield GatherDecision(full_name, tuple(weight.shape), bits, reason or "codes and common scales")
+        if reason:
+            continue
+        if id(weight) not in done:
+            done[id(weight)] = _wrapped(weight, _Place(scales, full_name, group))
+        setattr(module, name, done[id(weight)])
+        _install_state_dict_hooks(module)
 
 
 def weight_names(module: nn.Module) -> tuple[str, ...]:
@@ -287,6 +304,10 @@ class _Scales:
             stale, tables, joined.split([table.numel() for table in tables]), strict=True
         ):
             slot.amax, slot.stamp = flat.view(table.shape), slot.current_stamp() or ()
+
+
+_process_scales = _Scales()
+"""For layers that are prepared one by one."""
 
 
 @dataclass(frozen=True)

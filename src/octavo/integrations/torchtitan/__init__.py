@@ -29,19 +29,38 @@ from octavo.integrations.torchtitan.training import OctavoMetrics, OctavoSelecti
 
 
 @named_override(target=Linear.Config, exact=True, description="linear layers by an Octavo recipe")
-def linear(path: str, config: Any, recipe: str = "rowwise", rules: Sequence[Sequence[Any]] = ()) -> Any:
-    """Linear layers by ``recipe``, except heads, routers and what ``rules`` leave alone."""
-    chosen = recipe_for(path, recipe, rules)
-    return config if chosen is None else derive(config, OctavoLinear.Config, recipe=chosen)
+def linear(
+    path: str,
+    config: Any,
+    recipe: str = "rowwise",
+    rules: Sequence[Sequence[Any]] = (),
+    gather_8_bits: bool = False,
+) -> Any:
+    """Linear layers by ``recipe``, except heads, routers and what ``rules`` leave alone.
 
-
-@named_override(target=GroupedExperts.Config, description="grouped experts by an Octavo recipe")
-def experts(path: str, config: Any, recipe: str = "rowwise", rules: Sequence[Sequence[Any]] = ()) -> Any:
-    """Grouped experts by ``recipe``, except what ``rules`` leave alone."""
+    With ``gather_8_bits`` FSDP2 gathers weights as :func:`octavo.prepare_fsdp` says, where the backend shards
+    layer by layer (spmd_types, TorchTitan's default, and full_dtensor).
+    """
     chosen = recipe_for(path, recipe, rules)
     if chosen is None:
         return config
-    return derive(config, experts_class(type(config)._owner).Config, recipe=chosen)
+    return derive(config, OctavoLinear.Config, recipe=chosen, gather_path=path if gather_8_bits else "")
+
+
+@named_override(target=GroupedExperts.Config, description="grouped experts by an Octavo recipe")
+def experts(
+    path: str,
+    config: Any,
+    recipe: str = "rowwise",
+    rules: Sequence[Sequence[Any]] = (),
+    gather_8_bits: bool = False,
+) -> Any:
+    """Grouped experts by ``recipe``, except what ``rules`` leave alone; ``gather_8_bits`` as in :func:`linear`."""
+    chosen = recipe_for(path, recipe, rules)
+    if chosen is None:
+        return config
+    kind = experts_class(type(config)._owner).Config
+    return derive(config, kind, recipe=chosen, gather_path=path if gather_8_bits else "")
 
 
 @override(target=MetricsProcessor.Config, description="MFU that knows 8-bit products")
