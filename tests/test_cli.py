@@ -44,7 +44,7 @@ def text(tmp_path: Path) -> Path:
         (["--compare", "bf16,fp4"], "unknown recipe 'fp4': choose from"),
         (["--recipe", "bf16", "--compare", "bf16"], "recipe 'bf16' is given more than once"),
         (["--model", "llama4"], "unknown model 'llama4': choose one of llama3-debug"),
-        (["--data", "{tmp}/nothing"], "does not exist: give a text file or a folder"),
+        (["--data", "{tmp}/nothing"], "does not exist: give a text file, JSONL or a folder"),
         (["--data", "{tmp}/empty.txt"], "holds no text: give a text file"),
         (["--data", "{tmp}/empty"], "holds no text: give a text file"),
         (["--data", "{tmp}/short.txt"], "has 20 bytes but --seq-len 128 needs at least 258"),
@@ -118,8 +118,11 @@ def test_train_compares_and_says_where_the_files_are(octavo: Octavo, text: Path,
 
 
 def test_names_may_be_repeated_or_joined_by_commas() -> None:
-    assert cli._names(["bf16, rowwise", "mxfp8"]) == ["bf16", "rowwise", "mxfp8"]
-    assert cli._names(None) == []
+    from octavo.trainer.settings import names
+
+    assert names(["bf16, rowwise", "mxfp8"]) == ["bf16", "rowwise", "mxfp8"]
+    assert names("bf16,rowwise") == ["bf16", "rowwise"]
+    assert names(None) == []
 
 
 def test_help_names_every_model_and_recipe(octavo: Octavo) -> None:

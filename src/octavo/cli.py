@@ -24,6 +24,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its boxes cut long names off in a terminal of 80 columns
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -33,6 +34,7 @@ EXIT_BAD_INPUT = 2
 
 ELSEWHERE = {
     "train": "octavo.trainer.command:train",
+    "plan": "octavo.plan_command:plan",
     "check": "octavo.check.command:check",
     "bench": "octavo.bench.command:bench",
     "tune": "octavo.bench.command:tune",

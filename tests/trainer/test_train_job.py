@@ -17,8 +17,8 @@ from rich.console import Console
 from octavo.trainer import job as jobs
 from octavo.trainer import loop, plot, report
 from octavo.trainer.config import TrainConfig
-from octavo.trainer.loop import Run, Step
 from octavo.trainer.progress import RunProgress
+from octavo.trainer.records import Run, Step
 
 Job = Callable[..., TrainConfig]
 

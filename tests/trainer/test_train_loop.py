@@ -10,7 +10,9 @@ from torch import nn
 
 from octavo.trainer import data, loop
 from octavo.trainer.config import TrainConfig
-from octavo.trainer.loop import MasterAdamW, Run, Step, build_model, train
+from octavo.trainer.loop import build_model, train
+from octavo.trainer.optimizer import MasterAdamW
+from octavo.trainer.records import Run, Step
 
 Job = Callable[..., TrainConfig]
 
@@ -95,7 +97,7 @@ def test_an_interruption_keeps_the_steps_done(job: Job) -> None:
 
 def test_bfloat16_weights_are_updated_through_float32_masters() -> None:
     weight = nn.Parameter(torch.full((4, 4), 256.0, dtype=torch.bfloat16))
-    optimizer = MasterAdamW([weight], weight_decay=0.0)
+    optimizer = MasterAdamW([("w", weight)], weight_decay=0.0)
     for _ in range(
         6
     ):  # bfloat16 counts by 2 above 256 and by 1 below: a step of 0.3 would round away each time
@@ -111,7 +113,7 @@ def test_bfloat16_weights_are_updated_through_float32_masters() -> None:
 def test_float32_weights_have_no_copy_and_vectors_no_decay() -> None:
     matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
     frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
-    optimizer = MasterAdamW([matrix, vector, frozen], weight_decay=0.5)
+    optimizer = MasterAdamW([("m", matrix), ("v", vector), ("f", frozen)], weight_decay=0.5)
     assert optimizer.masters[0] is matrix
     for weight in (matrix, vector):
         weight.grad = torch.zeros_like(weight)
@@ -124,7 +126,7 @@ def test_float32_weights_have_no_copy_and_vectors_no_decay() -> None:
 
 def test_clipping_returns_the_norm_before_it() -> None:
     weight = nn.Parameter(torch.zeros(2, 2))
-    optimizer = MasterAdamW([weight], weight_decay=0.0)
+    optimizer = MasterAdamW([("w", weight)], weight_decay=0.0)
     weight.grad = torch.full((2, 2), 3.0)
     assert optimizer.clip(1.5).item() == pytest.approx(6.0)
     assert weight.grad.norm().item() == pytest.approx(1.5, rel=1e-4)

@@ -12,6 +12,7 @@ import pytest
 
 from octavo.errors import UserError
 from octavo.trainer import data
+from octavo.trainer.data import corpus as corpus_module
 from octavo.trainer.data import tokens
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs the extra octavo[data]")
@@ -91,7 +92,7 @@ def test_long_documents_and_many_short_ones_are_tokenized_in_parts(
 ) -> None:
     monkeypatch.setattr(tokens, "PIECE", 40)
     monkeypatch.setattr(tokens, "BATCH", 100)
-    monkeypatch.setattr(data.corpus, "BLOCK", 64)
+    monkeypatch.setattr(corpus_module, "BLOCK", 64)
     whole = "\n".join(WORDS * 20)
     documents = [whole, "x" * 500, "a " * 300, *WORDS, "\n".join(["y" * 40] * 2) + "\n"]
     path = tmp_path / "text.jsonl"

@@ -6,24 +6,41 @@ from pathlib import Path
 
 from rich.console import Console
 
+from octavo import models
+from octavo.errors import UserError
 from octavo.trainer import data, report
+from octavo.trainer.checkpoint import Checkpoints, Saved, fingerprint
 from octavo.trainer.config import TrainConfig, check_writable
 from octavo.trainer.data import Corpus
-from octavo.trainer.loop import Run, train
+from octavo.trainer.files import WriteError
+from octavo.trainer.loop import train
 from octavo.trainer.progress import RunProgress
+from octavo.trainer.records import Run, Step
+from octavo.trainer.stopping import Stopping
+from octavo.trainer.watchers import watchers
 
 EXIT_FINISHED, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
 
 def prepare(config: TrainConfig) -> Corpus:
-    """Everything that can be refused, before anything is trained; returns the text.
+    """Everything that can be refused before anything is trained, but for checkpoints; returns the text.
 
     Raises:
         UserError: the job cannot be done as asked.
     """
     config.check()
-    corpus = data.load(config.data, config.seq_len)
-    check_writable(config.out)
+    corpus = data.load(
+        config.data, config.seq_len, config.tokenizer, model_vocab=models.preset(config.model).vocab_size
+    )
+    for option, folder in (
+        ("--out", config.out),
+        ("--checkpoint-dir", config.checkpoint_dir),
+        ("--save-final", config.save_final),
+        ("--tensorboard", config.tensorboard),
+        ("--log", config.log and config.log.parent),
+    ):
+        if folder is not None:
+            check_writable(folder, option)
     return corpus
 
 
@@ -31,30 +48,114 @@ def run(config: TrainConfig, corpus: Corpus, console: Console, command: str) -> 
     """Trains every recipe, shows and writes the report; returns the exit status of the process.
 
     The report is written after each run, and holds the steps of one that ended early. A disk that fills up
-    meanwhile costs the files, not the table.
+    meanwhile costs the files, not the table. The first Ctrl-C or SIGTERM ends the job after the step that runs.
+
+    Args:
+        command: the command line that asks for this, for the report and to say how to go on.
+
+    Raises:
+        UserError: the checkpoint folder does not fit the job.
     """
     _line(
         console,
         f"{config.model}, {report.parameter_count(config.model):,} parameters, {config.dtype} weights, "
         f"{report.device_name(config.device)}; text: {corpus.source}, {corpus.files} files, "
-        f"{len(corpus.train) + len(corpus.validation):,} bytes",
+        f"{len(corpus.train) + len(corpus.validation):,} {_unit(corpus)}",
     )
+    places = {recipe: _checkpoints(config, corpus, recipe) for recipe in config.recipes}
+    starts = {recipe: _start(config, recipe, place, console) for recipe, place in places.items()}
     runs: list[Run] = []
     written: list[Path] | OSError = []
-    for recipe in config.recipes:
-        with RunProgress(console, config, recipe) as progress:
-            runs.append(train(config, recipe, corpus, progress))
-        written = _try_to_write(config, corpus, runs, command)
-        if runs[-1].status != "finished":
-            break
+    with Stopping() as stopping:
+        for recipe in config.recipes:
+            start = starts[recipe]
+            if isinstance(start, Run):
+                runs.append(start)
+            else:
+                runs.append(_train(config, corpus, recipe, places[recipe], start, console, stopping))
+            written = _try_to_write(config, corpus, runs, command)
+            if runs[-1].status != "finished" or (stopping() and recipe != config.recipes[-1]):
+                break
     console.print(report.table(report.as_data(config, corpus, runs, command)))
-    status = _conclude(runs[-1], console)
+    status = _conclude(config, runs[-1], places[runs[-1].recipe], stopping, console, command)
     if isinstance(written, OSError):
         path = written.filename or config.out
         _line(console, f"cannot write {path} ({written.strerror}): make room and train again", "red")
         return status or EXIT_FAILED
     _line(console, f"written: {', '.join(map(str, written))}")
     return status
+
+
+def _unit(corpus: Corpus) -> str:
+    return "bytes" if corpus.tokenizer == "bytes" else "tokens"
+
+
+def _checkpoints(config: TrainConfig, corpus: Corpus, recipe: str) -> Checkpoints | None:
+    """Where the run of ``recipe`` keeps its checkpoints: a folder for each recipe."""
+    if config.checkpoint_dir is None:
+        return None
+    return Checkpoints(
+        config.checkpoint_dir / recipe,
+        fingerprint(config, recipe, corpus),
+        every=config.checkpoint_steps,
+        last=config.steps,
+        keep=config.keep,
+    )
+
+
+def _start(
+    config: TrainConfig, recipe: str, checkpoints: Checkpoints | None, console: Console
+) -> Saved | Run | None:
+    """What to go on from: a checkpoint, a whole run that needs no more training, or nothing."""
+    if checkpoints is None:
+        return None
+    if not config.resume:
+        if checkpoints.used:
+            raise UserError(
+                f"{str(checkpoints.folder)!r} holds the checkpoints of an earlier run: go on with it by "
+                f"--resume, or give another --checkpoint-dir"
+            )
+        return None
+    finished = checkpoints.finished()
+    if finished is not None and not (config.save_final and not config.final_folder(recipe).exists()):
+        return Run(**finished, steps=checkpoints.history(), status="finished")
+    saved = checkpoints.find(lambda text: _line(console, text, "yellow"))
+    if saved is None:
+        _line(console, f"{recipe}: no checkpoint yet in {str(checkpoints.folder)!r}, starting at step 1")
+    return saved
+
+
+def _train(
+    config: TrainConfig,
+    corpus: Corpus,
+    recipe: str,
+    checkpoints: Checkpoints | None,
+    saved: Saved | None,
+    console: Console,
+    stopping: Stopping,
+) -> Run:
+    if saved:
+        _line(console, f"{recipe}: going on after step {saved.step}, from {str(saved.path)!r}")
+    after = saved.step if saved else 0
+    try:
+        with watchers(config, recipe, after) as followers, RunProgress(console, config, recipe) as progress:
+
+            def on_step(step: Step) -> None:
+                for follow in (progress, *followers):
+                    follow(step)
+
+            return train(
+                config,
+                recipe,
+                corpus,
+                on_step,
+                on_start=progress.begin,
+                checkpoints=checkpoints,
+                saved=saved,
+                stop=stopping,
+            )
+    except WriteError as error:  # in opening or closing what follows the run
+        return Run(recipe, status="unwritable", failure=str(error))
 
 
 def _line(console: Console, text: str, style: str | None = None) -> None:
@@ -80,17 +181,37 @@ def write(config: TrainConfig, corpus: Corpus, runs: list[Run], command: str) ->
     return files
 
 
-def _conclude(last: Run, console: Console) -> int:
+def _conclude(
+    config: TrainConfig,
+    last: Run,
+    checkpoints: Checkpoints | None,
+    stopping: Stopping,
+    console: Console,
+    command: str,
+) -> int:
+    """Says how the job ended and how to go on with it; returns the exit status."""
+    saved = checkpoints.saved if checkpoints else None
+    kept = f"; the last good checkpoint is {str(saved)!r}" if saved else ""
+    resume = command if config.resume else f"{command} --resume"
+    on = f"; go on with: {resume}" if checkpoints else ""
     if last.status == "non-finite":
         step = last.steps[-1]
+        where = f", first in {last.failure}" if last.failure else ""
         _line(
             console,
-            f"{last.recipe} stopped at step {step.number}: loss {step.loss}, gradient norm {step.grad_norm}; "
-            f"lower --lr or lengthen --warmup (the report holds the {step.number - 1} good steps before it)",
+            f"{last.recipe} stopped at step {step.number}: loss {step.loss}, gradient norm {step.grad_norm}"
+            f"{where}; lower --lr or lengthen --warmup (the report holds the {step.number - 1} good steps "
+            f"before it){kept}",
             "red",
         )
         return EXIT_FAILED
+    if last.status == "unwritable":
+        _line(console, f"{last.recipe} stopped: {last.failure}{kept}; make room{on}", "red")
+        return EXIT_FAILED
     if last.status == "interrupted":
-        _line(console, f"{last.recipe} was interrupted after step {len(last.steps)}", "yellow")
-        return EXIT_INTERRUPTED
+        _line(console, f"{last.recipe} was interrupted after step {len(last.steps)}{kept}{on}", "yellow")
+        return stopping.exit_status
+    if stopping() and len(config.recipes) > 1 and last.recipe != config.recipes[-1]:
+        _line(console, f"interrupted after {last.recipe} was finished{on}", "yellow")
+        return stopping.exit_status
     return EXIT_FINISHED

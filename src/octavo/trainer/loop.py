@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,95 +15,14 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import models
-from octavo.trainer import flops
+from octavo.errors import UserError
+from octavo.trainer import blocks, flops, memory, peaks
+from octavo.trainer.checkpoint import Checkpoints, Saved, run_as_data
 from octavo.trainer.config import DTYPES, TrainConfig
 from octavo.trainer.data import Batches, Corpus, validation_batches
-
-FINAL_STEPS = 10
-"""A final loss is the mean over so many last steps: one batch says more of its text than of the model."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one step did. ``number`` counts from 1, ``loss`` is in nats a token, ``seconds`` is its wall
-    time."""
-
-    number: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    seconds: float
-
-
-@dataclass
-class Run:
-    """A training run of one recipe, complete or as far as it came."""
-
-    recipe: str
-    steps: list[Step] = field(default_factory=list)
-    status: str = "running"
-    """running, finished, non-finite or interrupted."""
-    flops: dict[str, int] = field(default_factory=dict)
-    """Of one step, by operator."""
-    converted: int = 0
-    """Linear layers in the recipe."""
-    validation_loss: float | None = None
-    wall_seconds: float = 0.0
-
-    @property
-    def losses(self) -> list[float]:
-        """Training loss of each step."""
-        return [step.loss for step in self.steps]
-
-    @property
-    def final_loss(self) -> float | None:
-        """Mean loss of the last ``FINAL_STEPS`` steps, None before the first."""
-        last = self.losses[-FINAL_STEPS:]
-        return sum(last) / len(last) if last else None
-
-    def tokens_per_second(self, tokens_per_step: int) -> float | None:
-        """Tokens a second at the median step, which a pause of the machine does not move."""
-        seconds = sorted(step.seconds for step in self.steps)
-        return tokens_per_step / seconds[len(seconds) // 2] if seconds else None
-
-
-class MasterAdamW:
-    """AdamW that keeps a float32 copy of weights in a shorter dtype and updates that.
-
-    A bfloat16 weight has 8 bits: an update under 1/512 of its value would round away. Float32 weights are
-    updated in place, with no copy. Norms and other vectors take no weight decay."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], weight_decay: float) -> None:
-        self.weights = [p for p in parameters if p.requires_grad]
-        self.masters = [
-            p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in self.weights
-        ]
-        groups = [
-            {"params": [m for m in self.masters if m.dim() > 1], "weight_decay": weight_decay},
-            {"params": [m for m in self.masters if m.dim() <= 1], "weight_decay": 0.0},
-        ]
-        self.adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]], betas=(0.9, 0.95), eps=1e-8, fused=True
-        )
-
-    def clip(self, limit: float) -> Tensor:
-        """Scales the gradients to a norm of at most ``limit``, on the masters; returns the norm before."""
-        for weight, master in zip(self.weights, self.masters):
-            if master is not weight:
-                master.grad = None if weight.grad is None else weight.grad.float()
-        return nn.utils.clip_grad_norm_(self.masters, limit)
-
-    @torch.no_grad()
-    def step(self, learning_rate: float) -> None:
-        """One update; gradients are dropped after it."""
-        for group in self.adamw.param_groups:
-            group["lr"] = learning_rate
-        self.adamw.step()
-        for weight, master in zip(self.weights, self.masters):
-            if master is not weight:
-                weight.copy_(master)
-                master.grad = None
-            weight.grad = None
+from octavo.trainer.files import WriteError, writing
+from octavo.trainer.optimizer import MasterAdamW
+from octavo.trainer.records import Run, Step
 
 
 def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor], device: torch.device) -> Tensor:
@@ -111,65 +32,215 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor], device: torc
 
 
 def build_model(config: TrainConfig, recipe: str) -> tuple[nn.Module, int]:
-    """The model with weights from the seed in ``recipe``, and how many layers are in it: all but the head."""
+    """The model in ``recipe`` with weights from the seed or a file, and how many layers are in the recipe.
+
+    Raises:
+        UserError: the file does not hold this model's weights.
+    """
     model = models.preset(config.model).build(config.device, DTYPES[config.dtype])
-    model.init_weights(config.seed)
-    report = octavo.convert(model, recipe=recipe)
+    if config.init_from is None:
+        model.init_weights(config.seed)
+    else:
+        try:
+            models.load_safetensors(model, config.init_from)
+        except ValueError as error:
+            raise UserError(f"--init-from: {error}") from None
+    changes = {"fast_accum": "all"} if config.fast_accum else {}
+    report = octavo.convert(model, recipe=octavo.get_recipe(recipe, **changes))
     return model, len(report.converted)
 
 
-def train(config: TrainConfig, recipe: str, corpus: Corpus, on_step: Callable[[Step], None]) -> Run:
-    """Trains one model and calls ``on_step`` after every step.
+class Trainer:
+    """A model in a recipe, its optimizer and its data.
 
-    Ends early, with the steps done so far, on a non-finite loss or gradient (before it reaches the weights)
-    and on Ctrl-C; ``Run.status`` says which.
+    ``step`` is all that training is; ``state`` holds every tensor that the next step depends on.
     """
-    begin = time.perf_counter()
-    run = Run(recipe)
+
+    def __init__(self, config: TrainConfig, recipe: str, corpus: Corpus) -> None:
+        self.config, self.corpus, self.device = config, corpus, torch.device(config.device)
+        torch.manual_seed(config.seed)
+        self.model, self.converted = build_model(config, recipe)
+        self.optimizer = MasterAdamW(self.model.named_parameters(), config.weight_decay)
+        self.batches = Batches(corpus.train, config.seq_len, config.batch_size, config.seed)
+        self.flops = self._count_flops()
+        blocks.prepare(self.model, compile=config.compile, recompute=config.activation_checkpoint)
+        memory.reset_peak(self.device)
+
+    def _count_flops(self) -> dict[str, int]:
+        """FLOPs of a step by operator, from its first sequence: a whole batch may not fit without recomputing.
+
+        Outside the run; it also warms up whatever is slow the first time.
+        """
+        inputs, targets = self.batches(0)
+        first = (inputs[:1], targets[:1])
+        counted = flops.count(lambda: next_token_loss(self.model, first, self.device).backward())
+        self.optimizer.zero_grad()
+        return {operator: n * self.config.batch_size for operator, n in counted.items()}
+
+    def backward(self, number: int) -> Tensor:
+        """Adds the gradient of step ``number`` (from 0); returns its loss, the mean over all its tokens.
+
+        The parts of a batch are equal, so the mean of their means is that of the batch, and its weights are
+        quantized once.
+        """
+        parts = self.config.grad_accum
+        inputs, targets = self.batches(number)
+        total = torch.zeros((), device=self.device)
+        with octavo.accumulate() if parts > 1 else contextlib.nullcontext():
+            for batch in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
+                loss = next_token_loss(self.model, batch, self.device) / parts
+                loss.backward()
+                total += loss.detach()
+        return total
+
+    def step(self, number: int) -> Step:
+        """Trains on step ``number`` (from 0). A loss or gradient that is no number leaves the weights alone."""
+        begin = time.perf_counter()
+        loss = self.backward(number)
+        norm = self.optimizer.clip(self.config.clip)
+        loss_value, norm_value = torch.stack([loss, norm]).tolist()  # the step's one wait for the device
+        rate = self.config.learning_rate(number)
+        step = Step(number + 1, loss_value, norm_value, rate, seconds=0.0)
+        if step.finite:
+            self.optimizer.step(rate)
+        seconds = time.perf_counter() - begin
+        share = peaks.mfu(self.flops, seconds, self.device, DTYPES[self.config.dtype])
+        return replace(step, seconds=seconds, peak_memory=memory.peak(self.device), mfu=share)
+
+    def first_bad(self, number: int) -> str | None:
+        """Layer, product and tensor of step ``number`` (from 0) that first held a NaN or inf, as words.
+
+        None where no converted layer saw one. Computes the step once more, so its weights must be those it
+        had, and leaves no gradient.
+        """
+        return None
+
+    def save_weights(self, folder: Path) -> None:
+        """Writes the weights as safetensors.
+
+        Raises:
+            WriteError: the folder cannot be written.
+        """
+        with writing(folder):
+            models.save_safetensors(self.model, folder)
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss on held-out text, in nats a token."""
+        total, tokens = 0.0, 0
+        for batch in validation_batches(self.corpus.validation, self.config.seq_len, self.config.batch_size):
+            total += float(next_token_loss(self.model, batch, self.device)) * batch[0].numel()
+            tokens += batch[0].numel()
+        return total / tokens
+
+    def state(self) -> dict[str, Any]:
+        """Tensors of model, optimizer and random numbers; the first two are the very ones.
+
+        Text has no position of its own, it follows from the step, and a step ends with nothing accumulated.
+        """
+        random = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.device)
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "random": random}
+
+    def restore(self, checkpoints: Checkpoints, saved: Saved) -> None:
+        """Takes over the state in ``saved``."""
+        state = self.state()
+        checkpoints.load(saved, state)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"]["cpu"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["random"]["cuda"], self.device)
+
+
+def train(
+    config: TrainConfig,
+    recipe: str,
+    corpus: Corpus,
+    on_step: Callable[[Step], None],
+    *,
+    on_start: Callable[[Run], None] = lambda run: None,
+    checkpoints: Checkpoints | None = None,
+    saved: Saved | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Run:
+    """Trains one model; calls ``on_start`` before the first step and ``on_step`` after each.
+
+    Ends early, with the steps done so far, on a non-finite loss or gradient (before it reaches the weights),
+    when ``stop()`` becomes true, on a second Ctrl-C, and when something cannot be written; ``Run.status``
+    says which.
+
+    Args:
+        checkpoints: where to keep them; the newest is of the step that the run ended with, if that was good.
+        saved: the checkpoint to go on from.
+    """
+    run, first = Run(recipe), saved.step if saved else 0
+    begin = time.perf_counter() - (saved.run["wall_seconds"] if saved else 0.0)
     try:
-        _train(config, run, corpus, on_step)
+        with checkpoints or contextlib.nullcontext():
+            if checkpoints:
+                run.steps = checkpoints.begin(first)
+            trainer = Trainer(config, recipe, corpus)
+            run.converted, run.flops = trainer.converted, trainer.flops
+            if checkpoints and saved:
+                trainer.restore(checkpoints, saved)
+            on_start(run)
+            _steps(trainer, run, range(first, config.steps), on_step, checkpoints, stop, begin)
+            if run.status == "running":
+                _finish(trainer, run, checkpoints, begin)
     except KeyboardInterrupt:
         run.status = "interrupted"
+    except WriteError as error:
+        run.status, run.failure = "unwritable", str(error)
     run.wall_seconds = time.perf_counter() - begin
     return run
 
 
-def _train(config: TrainConfig, run: Run, corpus: Corpus, on_step: Callable[[Step], None]) -> None:
-    device = torch.device(config.device)
-    model, run.converted = build_model(config, run.recipe)
-    optimizer = MasterAdamW(model.parameters(), config.weight_decay)
-    batches = Batches(corpus.train, config.seq_len, config.batch_size, config.seed)
-
-    # Counted on the first batch, outside the run: it also warms up whatever is slow the first time.
-    run.flops = flops.count(lambda: next_token_loss(model, batches(0), device).backward())
-    model.zero_grad(set_to_none=True)
-
-    for step in range(config.steps):
-        begin = time.perf_counter()
-        loss = next_token_loss(model, batches(step), device)
-        loss.backward()
-        norm = optimizer.clip(config.clip)
-        loss_value, norm_value = torch.stack(
-            [loss.detach(), norm]
-        ).tolist()  # the step's one wait for the device
-        finite = math.isfinite(loss_value) and math.isfinite(norm_value)
-        if finite:
-            optimizer.step(config.learning_rate(step))
-        seconds = time.perf_counter() - begin
-        run.steps.append(Step(step + 1, loss_value, norm_value, config.learning_rate(step), seconds))
-        on_step(run.steps[-1])
-        if not finite:
-            run.status = "non-finite"
+def _steps(
+    trainer: Trainer,
+    run: Run,
+    numbers: range,
+    on_step: Callable[[Step], None],
+    checkpoints: Checkpoints | None,
+    stop: Callable[[], bool],
+    begin: float,
+) -> None:
+    """Trains the steps ``numbers`` (from 0); ``run.status`` stays "running" if all were good."""
+    validate = trainer.config.eval_every
+    for number in numbers:
+        if stop():
+            run.status = "interrupted"
+            if number:
+                _save(trainer, run, checkpoints, number, begin)
             return
-    run.validation_loss = validate(model, config, corpus, device)
-    run.status = "finished"
+        step = trainer.step(number)
+        if validate and step.finite and step.number % validate == 0:
+            step = replace(step, validation_loss=trainer.validate())
+        run.steps.append(step)
+        on_step(step)
+        if not step.finite:
+            run.status, run.failure = "non-finite", trainer.first_bad(number)
+            return
+        if checkpoints:
+            checkpoints.record(step)
+            if checkpoints.due(step.number):
+                _save(trainer, run, checkpoints, step.number, begin)
 
 
-@torch.no_grad()
-def validate(model: nn.Module, config: TrainConfig, corpus: Corpus, device: torch.device) -> float:
-    """Mean loss on the held-out text, in nats a token."""
-    total, tokens = 0.0, 0
-    for batch in validation_batches(corpus.validation, config.seq_len, config.batch_size):
-        total += float(next_token_loss(model, batch, device)) * batch[0].numel()
-        tokens += batch[0].numel()
-    return total / tokens
+def _save(trainer: Trainer, run: Run, checkpoints: Checkpoints | None, step: int, begin: float) -> None:
+    if checkpoints:
+        run.wall_seconds = time.perf_counter() - begin
+        checkpoints.save(step, trainer.state(), run_as_data(run))
+
+
+def _finish(trainer: Trainer, run: Run, checkpoints: Checkpoints | None, begin: float) -> None:
+    """Validates, and writes what a finished run leaves."""
+    config = trainer.config
+    validated = run.steps[-1].validation_loss if run.steps else None
+    run.validation_loss = trainer.validate() if validated is None else validated
+    if config.save_final:
+        trainer.save_weights(config.final_folder(run.recipe))
+    run.status, run.wall_seconds = "finished", time.perf_counter() - begin
+    if checkpoints:
+        checkpoints.finish(run_as_data(run))

@@ -18,7 +18,7 @@ from octavo._version import __version__
 from octavo.trainer import flops
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.data import Corpus
-from octavo.trainer.loop import FINAL_STEPS, Run
+from octavo.trainer.records import FINAL_STEPS, Run
 
 SCHEMA = 1
 
@@ -102,19 +102,7 @@ def as_data(config: TrainConfig, corpus: Corpus, runs: list[Run], command: str) 
             "train_tokens": len(corpus.train),
             "validation_tokens": len(corpus.validation),
         },
-        "config": {
-            "steps": config.steps,
-            "seq_len": config.seq_len,
-            "batch_size": config.batch_size,
-            "lr": config.lr,
-            "min_lr": config.min_lr,
-            "warmup": config.warmup_steps,
-            "weight_decay": config.weight_decay,
-            "clip": config.clip,
-            "seed": config.seed,
-            "device": config.device,
-            "dtype": config.dtype,
-        },
+        "config": config.as_data(),
         "final_loss_steps": FINAL_STEPS,
         "baseline": config.baseline,
         "runs": [_run_as_data(config, run, baseline) for run in runs],
