@@ -149,7 +149,6 @@ class _Linear(torch.autograd.Function):
         saved_fmt = grad_weight.b if grad_weight is not None and needs_weight else None
         formats = (output and output.a, saved_fmt)
         a, saved = share(x, formats, lambda: both(rows, *formats))
-        observe(stats, "grad_weight", 1, rows, saved, transpose=True)
         if output is None:
             out = torch.nn.functional.linear(rows, weight, bias)
         else:
@@ -158,6 +157,7 @@ class _Linear(torch.autograd.Function):
             observe(stats, "output", 0, rows, a)
             observe(stats, "output", 1, weight, b)
             out = scaled_mm(a, b, bias=bias, out_dtype=x.dtype, fast_accum=output.fast_accum)
+        observe(stats, "grad_weight", 1, rows, saved, transpose=True)
         save(ctx, rows if needs_weight else rows.new_empty(0), saved, weight)
         ctx.recipe, ctx.stats, ctx.x_shape = recipe, stats, x.shape
         return out.view(*x.shape[:-1], weight.shape[0])

@@ -57,28 +57,32 @@ class Monitor:
 
     def read(self) -> list[OperandStats]:
         """What was gathered, layer by layer; the only call that waits for the device."""
+        return [_operand(*operand, cell) for operand, cell in self._cells()]
+
+    def first_nonfinite(self) -> OperandStats | None:
+        """The operand that held NaN or inf first, in the order in which the operands were computed.
+
+        None if none did. That order is the one of the run, forward and backward, whatever the order in which
+        the model lists its layers. An operand that is named went bad before its product: in the weight
+        itself, or in what lies between this layer and the one that ran before. Waits for the device.
+        """
+        turn = FIELDS.index("first_bad")
+        bad = [(cell[turn], operand, cell) for operand, cell in self._cells() if cell[turn]]
+        if not bad:
+            return None
+        _, operand, cell = min(bad)
+        return _operand(*operand, cell)
+
+    def _cells(self) -> list[tuple[tuple[str, str, str], list[float]]]:
+        """Layer, product, operand and fields of every operand that was seen."""
         table = torch.stack([s.cpu() for s in self._stats.values()]).tolist()
         return [
-            _operand(layer, product, OPERANDS[product][j], cells[i][j])
+            ((layer, product, OPERANDS[product][j]), cells[i][j])
             for layer, cells in zip(self._stats, table, strict=True)
             for i, product in enumerate(PRODUCTS)
             for j in (0, 1)
             if cells[i][j][FIELDS.index("elements")] > 0
         ]
-
-    def first_nonfinite(self) -> OperandStats | None:
-        """The first operand that held NaN or inf, in the order of computation; None if none did.
-
-        Forward products come in the order of the layers, then backward ones from the last layer to the first.
-        """
-        found = [s for s in self.read() if s.nonfinite]
-        forward = [s for s in found if s.product == "output"]
-        layers = list(self._layers)
-        backward = sorted(
-            (s for s in found if s.product != "output" and s.operand == "grad_output"),
-            key=lambda s: -layers.index(s.layer),
-        )
-        return next(iter([*forward, *backward, *found]), None)
 
     def reset(self) -> None:
         """Forget what was gathered."""

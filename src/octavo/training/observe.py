@@ -5,6 +5,8 @@ One buffer a layer, float64 [3 products, 2 operands, len(FIELDS)]; :mod:`octavo.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from octavo import library
@@ -12,9 +14,24 @@ from octavo.formats import Format, ScaledTensor
 from octavo.quantize import dequantize, reference
 from octavo.training.recipes import PRODUCTS
 
-FIELDS = ("amax", "saturated", "underflowed", "nonzero", "nonfinite", "elements", "signal", "noise")
-"""amax is a maximum; the others are sums: elements clipped by more than half a step, non-zero elements that
-became zero, elements that are not zero, NaN and inf, all elements, and the squares of x and of its error."""
+FIELDS = (
+    "amax",
+    "saturated",
+    "underflowed",
+    "nonzero",
+    "nonfinite",
+    "elements",
+    "signal",
+    "noise",
+    "first_bad",
+)
+"""amax is a maximum and first_bad the turn in which a NaN or inf was first seen, 0 for never; the others are
+sums: elements clipped by more than half a step, non-zero elements that became zero, elements that are not zero,
+NaN and inf, all elements, and the squares of x and of its error."""
+
+_TURNS = itertools.count(1)
+"""Counts observations in the order in which they run, on the host: it needs no wait for the device, sees the
+order of compiled code too, and a double holds it exactly for longer than any run."""
 
 
 def new_stats(device: torch.device) -> torch.Tensor:
@@ -68,11 +85,12 @@ def _observe(
     scales = reference.decode_e8m0(scale) if fmt.is_mx else scale
     limit = reference.expand_blocks(scales, x.shape, fmt.block) * (fmt.element.max + ulp / 2)
     error = (x - decoded).where(finite & decoded.isfinite(), 0.0)
+    bad = (~finite).sum()
     sums = (
         (x.abs() >= limit).sum(),
         ((decoded == 0) & (x != 0)).sum(),
         (x != 0).sum(),
-        (~finite).sum(),
+        bad,
         torch.full((), x.numel(), device=x.device),
         x.double().square().sum(),
         error.double().square().sum(),
@@ -80,7 +98,8 @@ def _observe(
     amax = x.abs().max() if x.numel() else x.new_zeros(())
     cell = stats[product, operand]
     cell[0] = torch.maximum(cell[0], amax.double())
-    cell[1:] += torch.stack([s.double() for s in sums])
+    cell[1:-1] += torch.stack([s.double() for s in sums])
+    cell[-1] = torch.where((bad > 0) & (cell[-1] == 0), float(next(_TURNS)), cell[-1])
 
 
 library.define(

@@ -177,16 +177,16 @@ def _observe_backward(
     (w1, w3, w2), f = weights, weights[0].shape[0]
     dh, dh_rows, dh_t = hidden
     down, up = quantized
-    for stats, weight, start in ((all_stats[0], w1, 0), (all_stats[1], w3, f)):
-        part = dh[:, start : start + f]
-        observe(stats, "grad_input", 0, part, _part(dh_rows, 1, start, f))
-        observe(stats, "grad_input", 1, weight, _part(up, 1, start, f), transpose=True)
-        observe(stats, "grad_weight", 0, part, _part(dh_t, 0, start, f), transpose=True)
     g, a, a_t = grad
     observe(all_stats[2], "grad_input", 0, g, a)
     observe(all_stats[2], "grad_input", 1, w2, down, transpose=True)
     observe(all_stats[2], "grad_weight", 0, g, a_t, transpose=True)
     observe(all_stats[2], "grad_weight", 1, activation[0], activation[1], transpose=True)
+    for stats, weight, start in ((all_stats[0], w1, 0), (all_stats[1], w3, f)):
+        part = dh[:, start : start + f]
+        observe(stats, "grad_input", 0, part, _part(dh_rows, 1, start, f))
+        observe(stats, "grad_input", 1, weight, _part(up, 1, start, f), transpose=True)
+        observe(stats, "grad_weight", 0, part, _part(dh_t, 0, start, f), transpose=True)
 
 
 def _gate_up(
