@@ -5,13 +5,16 @@ Adding one is a line in ``PRESETS``: a name and a configuration whose ``build()`
 
 from __future__ import annotations
 
-from octavo.models import llama3
+from octavo.models import deepseek, llama3
 from octavo.models.base import Model, ModelConfig
 from octavo.models.checkpoint import from_pretrained, load_safetensors, save_safetensors
+from octavo.models.deepseek import DeepSeek, DeepSeekConfig
 from octavo.models.llama3 import Llama3, Llama3Config
 
 __all__ = [
     "PRESETS",
+    "DeepSeek",
+    "DeepSeekConfig",
     "Llama3",
     "Llama3Config",
     "Model",
@@ -23,7 +26,7 @@ __all__ = [
     "save_safetensors",
 ]
 
-PRESETS: dict[str, ModelConfig] = {**llama3.PRESETS}
+PRESETS: dict[str, ModelConfig] = {**llama3.PRESETS, **deepseek.PRESETS}
 
 
 def names() -> list[str]:

@@ -35,6 +35,9 @@ class Model(nn.Module):
     def tie_weights(self) -> None:
         """Makes tied weights one tensor again, after ``to_empty`` has given each a memory of its own."""
 
+    def after_step(self) -> None:
+        """Called once after each optimizer step: what a model changes by itself and not by a gradient."""
+
     def initial_std(self, name: str) -> float:
         """Standard deviation of the weight called ``name`` at the start."""
         raise NotImplementedError(f"{type(self).__name__} does not say how {name!r} is initialised")

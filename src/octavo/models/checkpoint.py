@@ -7,7 +7,7 @@ Tensors are read and converted one at a time; files are written under temporary 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from octavo.models import hf_llama, safetensors_files
+from octavo.models import hf_deepseek, hf_llama, safetensors_files
 from octavo.models.base import Model, ModelConfig
+from octavo.models.deepseek import DeepSeekConfig
 from octavo.models.hf_llama import Place
 from octavo.models.llama3 import Llama3Config
 from octavo.models.safetensors_files import FLOATS, INDEX, SINGLE, TensorFiles, Writer
@@ -30,15 +31,31 @@ class Architecture:
     config: type
     from_config: Callable[[Mapping[str, Any]], ModelConfig]
     to_config: Callable[[Any], dict[str, Any]]
-    places: Callable[[Any], dict[str, Place]]
-    copies: Callable[[Any], dict[str, str]]
+    places: Callable[[Any], Mapping[str, Place | Sequence[Place]]]
+    """A sequence has a place for each slice of the weight's first dimension."""
+    copies: Callable[[Any], dict[str, str]] = lambda config: {}
     """Names of tensors that some files hold a second time, and of what they are a copy of."""
+    fits: Callable[[Any], bool] = lambda config: True
+    """Whether this architecture has what a configuration of this type asks for."""
+    ignored: Callable[[Any, Collection[str]], Collection[str]] = lambda config, names: ()
+    """Which of the names in a file belong to what is not part of the model here."""
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     hf_llama.ARCHITECTURE: Architecture(
         Llama3Config, hf_llama.from_config, hf_llama.to_config, hf_llama.places, hf_llama.copies
     ),
+    **{
+        name: Architecture(
+            DeepSeekConfig,
+            layout.from_config,
+            layout.to_config,
+            hf_deepseek.places,
+            fits=layout.fits,
+            ignored=hf_deepseek.multi_token_prediction,
+        )
+        for name, layout in hf_deepseek.LAYOUTS.items()
+    },
 }
 """By the name in ``config.json``. A model without a line here keeps its own names in the files."""
 
@@ -63,7 +80,7 @@ def load_safetensors(model: nn.Module, path: Path | str) -> None:
     model = _plain(model)
     weights = _weights(model)
     with safetensors_files.opened(Path(path)) as files:
-        _check(files, weights, _copies(model), repr(str(path)))
+        _check(files, weights, model, repr(str(path)))
         with torch.no_grad():
             for weight, place in weights:
                 value = files.read(place.name)
@@ -104,7 +121,7 @@ def save_safetensors(
     path = Path(path)
     single = path.suffix == ".safetensors"
     weights = {place.name: (weight, place) for weight, place in _weights(model)}
-    sizes = {name: w.numel() * _stored_dtype(w, dtype).itemsize for name, (w, _) in weights.items()}
+    sizes = {name: w.numel() * _stored_dtype(w, p, dtype).itemsize for name, (w, p) in weights.items()}
     groups = safetensors_files.shards(sizes, sum(sizes.values()) if single else max_shard_bytes)
     names = [path.name if single else SINGLE]
     if len(groups) > 1:
@@ -160,11 +177,11 @@ def _plain(model: nn.Module) -> nn.Module:
 
 def _of(model: nn.Module) -> Architecture | None:
     config = getattr(model, "config", None)
-    return next((a for a in ARCHITECTURES.values() if type(config) is a.config), None)
+    return next((a for a in ARCHITECTURES.values() if type(config) is a.config and a.fits(config)), None)
 
 
 def _weights(model: nn.Module) -> list[tuple[Tensor, Place]]:
-    """Every weight once, and where it is stored."""
+    """Every weight once, and where it is stored; slices of one that is stored in parts."""
     architecture = _of(model)
     state = model.state_dict(keep_vars=True)
     if architecture is None:
@@ -174,18 +191,20 @@ def _weights(model: nn.Module) -> list[tuple[Tensor, Place]]:
     lacking = [name for name in places if name not in state]
     if lacking:
         raise ValueError(f"the model has no weight {lacking[0]!r}, which its config asks for")
-    return [(state[name], place) for name, place in places.items()]
+    found: list[tuple[Tensor, Place]] = []
+    for name, place in places.items():
+        if isinstance(place, Place):
+            found.append((state[name], place))
+        else:
+            found += zip(state[name].detach().unbind(), place, strict=True)
+    return found
 
 
-def _copies(model: nn.Module) -> dict[str, str]:
-    architecture = _of(model)
-    return {} if architecture is None else architecture.copies(model.config)
-
-
-def _check(
-    files: TensorFiles, weights: list[tuple[Tensor, Place]], copies: Mapping[str, str], where: str
-) -> None:
+def _check(files: TensorFiles, weights: list[tuple[Tensor, Place]], model: nn.Module, where: str) -> None:
     """Raises ValueError at the first thing in ``files`` that is not the model's."""
+    architecture = _of(model)
+    copies = {} if architecture is None else architecture.copies(model.config)
+    ignored = () if architecture is None else architecture.ignored(model.config, files.tensors.keys())
     for weight, place in weights:
         found = files.tensors.get(place.name)
         if found is None:
@@ -202,7 +221,7 @@ def _check(
                 f"{where} has {place.name!r} stored as {found.dtype}, but the model needs one of "
                 f"{', '.join(FLOATS)}: quantized weights cannot be read"
             )
-    known = {place.name for _, place in weights} | set(copies)
+    known = {place.name for _, place in weights} | set(copies) | set(ignored)
     extra = [n for n in files.tensors if n not in known and not n.endswith(IGNORED_ENDINGS)]
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
@@ -221,15 +240,17 @@ def _hint(name: str) -> str:
     return ": its output head is not tied to the embedding" if name == "lm_head.weight" else ""
 
 
-def _stored_dtype(weight: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and weight.is_floating_point() else weight.dtype
+def _stored_dtype(weight: Tensor, place: Place, dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is None or place.keeps_dtype or not weight.is_floating_point():
+        return weight.dtype
+    return dtype
 
 
 def _stored_value(weight: Tensor, place: Place, dtype: torch.dtype | None) -> Tensor:
     value = weight.detach()
     if place.rotary_heads:
         value = hf_llama.rows_to_hugging_face(value, place.rotary_heads)
-    return value.to(device="cpu", dtype=_stored_dtype(weight, dtype)).contiguous()
+    return value.to(device="cpu", dtype=_stored_dtype(weight, place, dtype)).contiguous()
 
 
 def _write_config(
@@ -242,7 +263,7 @@ def _write_config(
     architecture = _of(model)
     if architecture is None:
         return
-    stored = _stored_dtype(next(iter(weights.values()))[0], dtype)
+    stored = _stored_dtype(*next(iter(weights.values())), dtype)
     content = architecture.to_config(model.config) | {"torch_dtype": str(stored).removeprefix("torch.")}
     writer.json("config.json", content | dict(extra))
 

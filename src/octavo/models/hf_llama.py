@@ -17,10 +17,12 @@ ARCHITECTURE = "LlamaForCausalLM"
 
 
 class Place(NamedTuple):
-    """Where a weight is stored: its name, and the heads whose rows are in Hugging Face's order (0: none)."""
+    """Where a weight is stored: its name, the heads whose rows are in Hugging Face's order (0: none), and whether
+    it keeps its dtype where the others are stored in another."""
 
     name: str
     rotary_heads: int = 0
+    keeps_dtype: bool = False
 
 
 def rows_to_hugging_face(weight: Tensor, heads: int) -> Tensor:
@@ -70,24 +72,24 @@ def from_config(content: Mapping[str, Any]) -> Llama3Config:
             another activation, another rotary scaling, quantized weights.
     """
     _check_kind(content)
-    heads = _whole(content, "num_attention_heads")
+    heads = whole(content, "num_attention_heads")
     theta, scaling = _rope(content)
     head_dim = content.get("head_dim")
     return Llama3Config(
-        dim=_whole(content, "hidden_size"),
-        n_layers=_whole(content, "num_hidden_layers"),
+        dim=whole(content, "hidden_size"),
+        n_layers=whole(content, "num_hidden_layers"),
         n_heads=heads,
         n_kv_heads=heads
         if content.get("num_key_value_heads") is None
-        else _whole(content, "num_key_value_heads"),
-        ffn_dim=_whole(content, "intermediate_size"),
-        vocab_size=_whole(content, "vocab_size"),
-        max_seq_len=_whole(content, "max_position_embeddings", 2048),
+        else whole(content, "num_key_value_heads"),
+        ffn_dim=whole(content, "intermediate_size"),
+        vocab_size=whole(content, "vocab_size"),
+        max_seq_len=whole(content, "max_position_embeddings", 2048),
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=_number(content, "rms_norm_eps", 1e-6),
+        norm_eps=number(content, "rms_norm_eps", 1e-6),
         tied_embeddings=bool(content.get("tie_word_embeddings", False)),
-        head_width=None if head_dim is None else _whole(content, "head_dim"),
+        head_width=None if head_dim is None else whole(content, "head_dim"),
     )
 
 
@@ -143,7 +145,12 @@ def _check_kind(content: Mapping[str, Any]) -> None:
             raise ValueError(f"config.json has {bias} true, but the Llama model here has no biases")
 
 
-def _whole(content: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def whole(content: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """The whole number of at least 1 under ``name``.
+
+    Raises:
+        ValueError: it is missing without a default, or something else.
+    """
     value = content.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         found = f"is {value!r}" if name in content else "is missing"
@@ -151,7 +158,8 @@ def _whole(content: Mapping[str, Any], name: str, default: int | None = None) ->
     return value
 
 
-def _number(content: Mapping[str, Any], name: str, default: float | None = None) -> float:
+def number(content: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """The number above 0 under ``name``; errors as :func:`whole`."""
     value = content.get(name, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
         found = f"is {value!r}" if name in content else "is missing"
@@ -162,7 +170,7 @@ def _number(content: Mapping[str, Any], name: str, default: float | None = None)
 def _rope(content: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Base of the rotary frequencies and their scaling; transformers 5 keeps both in ``rope_parameters``."""
     settings = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    theta = _number(settings if "rope_theta" in settings else content, "rope_theta", 10_000.0)
+    theta = number(settings if "rope_theta" in settings else content, "rope_theta", 10_000.0)
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind == "default":
         return theta, None
@@ -171,8 +179,8 @@ def _rope(content: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             f"config.json scales rotary embeddings by {kind!r}: only 'llama3' and 'default' are known"
         )
     return theta, RopeScaling(
-        factor=_number(settings, "factor"),
-        low_freq_factor=_number(settings, "low_freq_factor"),
-        high_freq_factor=_number(settings, "high_freq_factor"),
-        original_seq_len=_whole(settings, "original_max_position_embeddings"),
+        factor=number(settings, "factor"),
+        low_freq_factor=number(settings, "low_freq_factor"),
+        high_freq_factor=number(settings, "high_freq_factor"),
+        original_seq_len=whole(settings, "original_max_position_embeddings"),
     )

@@ -158,13 +158,13 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary position embeddings."""
 
-    def __init__(self, config: Llama3Config) -> None:
+    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
-        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
-        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
-        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
+        self.head_dim = head_dim
+        self.wq = nn.Linear(dim, n_heads * head_dim, bias=False)
+        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``x`` [B, S, D] to [B, S, D]."""
@@ -180,11 +180,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: ``w2(silu(w1(x)) * w3(x))``."""
 
-    def __init__(self, config: Llama3Config) -> None:
+    def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
-        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [B, S, D] to [B, S, D], over [B, S, F]."""
@@ -197,9 +197,9 @@ class TransformerBlock(nn.Module):
     def __init__(self, config: Llama3Config) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = Attention(config.dim, config.n_heads, config.n_kv_heads, config.head_dim)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = FeedForward(config.dim, config.ffn_dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``x`` [B, S, D] to [B, S, D]."""

@@ -31,7 +31,7 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor], device: torc
     return F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
 
 
-def build_model(config: TrainConfig, recipe: str) -> tuple[nn.Module, int]:
+def build_model(config: TrainConfig, recipe: str) -> tuple[models.Model, int]:
     """The model in ``recipe`` with weights from the seed or a file, and how many layers are in the recipe.
 
     Raises:
@@ -73,7 +73,9 @@ class Trainer:
         """
         inputs, targets = self.batches(0)
         first = (inputs[:1], targets[:1])
+        self.model.eval()  # what a model gathers in training for ``after_step`` is of its steps alone
         counted = flops.count(lambda: next_token_loss(self.model, first, self.device).backward())
+        self.model.train()
         self.optimizer.zero_grad()
         return {operator: n * self.config.batch_size for operator, n in counted.items()}
 
@@ -103,6 +105,7 @@ class Trainer:
         step = Step(number + 1, loss_value, norm_value, rate, seconds=0.0)
         if step.finite:
             self.optimizer.step(rate)
+            self.model.after_step()
         seconds = time.perf_counter() - begin
         share = peaks.mfu(self.flops, seconds, self.device, DTYPES[self.config.dtype])
         return replace(step, seconds=seconds, peak_memory=memory.peak(self.device), mfu=share)
