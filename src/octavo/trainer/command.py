@@ -111,6 +111,13 @@ def train(
         ),
     ] = None,
     eval_every: Annotated[int | None, _count("Steps between validations.", "one at the end")] = None,
+    monitor_every: Annotated[
+        int | None,
+        _count(
+            "Steps from one whose operands are watched to the next; 0 for none.",
+            "ten times a run with --compare, else none",
+        ),
+    ] = None,
     checkpoint_dir: Annotated[Path | None, _option("Folder for checkpoints, one below it a recipe.")] = None,
     checkpoint_every: Annotated[
         int | None, _count("Steps between checkpoints.", "a tenth of the steps")

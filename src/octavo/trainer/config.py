@@ -26,7 +26,7 @@ BYTES_PER_PARAMETER: dict[str, int] = {"float32": 16, "bfloat16": 20}
 PLACES = ("out", "checkpoint_dir", "resume", "save_final", "log", "tensorboard")
 """Options that say where a run leaves things; another run of the same job has its own."""
 
-NEUTRAL = ("checkpoint_every", "keep", "eval_every", "activation_checkpoint")
+NEUTRAL = ("checkpoint_every", "keep", "eval_every", "monitor_every", "activation_checkpoint")
 """Options that change neither a loss nor a weight, so that a resumed run may have others."""
 
 
@@ -71,6 +71,9 @@ class TrainConfig:
     """Whether every 8-bit product may accumulate in fewer bits, not just those that the recipe says."""
     eval_every: int | None = None
     """Steps between validations; None means one, after the last step."""
+    monitor_every: int | None = None
+    """Watch the operands of one step of so many; 0 watches none. None means about ten steps of a run that is
+    compared with others, at most every fifth so that the median step is an unwatched one, and else none."""
     checkpoint_dir: Path | None = None
     checkpoint_every: int | None = None
     """Steps between checkpoints; None means a tenth of the steps. There is always one of the last step."""
@@ -89,6 +92,13 @@ class TrainConfig:
     def warmup_steps(self) -> int:
         """Steps of warm-up, the default resolved."""
         return max(1, self.steps // 10) if self.warmup is None else self.warmup
+
+    @property
+    def monitor_steps(self) -> int:
+        """Steps from one whose operands are watched to the next, the default resolved; 0 for none."""
+        if self.monitor_every is not None:
+            return self.monitor_every
+        return max(5, self.steps // 10) if self.baseline else 0
 
     @property
     def checkpoint_steps(self) -> int:
@@ -118,7 +128,10 @@ class TrainConfig:
 
         Defaults that depend on other options are resolved; ``PLACES`` and options that are off are left out.
         """
-        named: dict[str, Any] = dataclasses.asdict(self) | {"warmup": self.warmup_steps}
+        named: dict[str, Any] = dataclasses.asdict(self) | {
+            "warmup": self.warmup_steps,
+            "monitor_every": self.monitor_steps,
+        }
         recipes: list[str] = list(named.pop("recipes"))
         cut = 1 if named.pop("baseline") and len(recipes) > 1 else 0
         named = {"model": named.pop("model"), "recipe": recipes[cut:], "compare": recipes[:cut]} | named
@@ -151,6 +164,8 @@ class TrainConfig:
         ):
             if value is not None and value < 1:
                 raise UserError(f"--{option} is {value}: give a number of at least 1")
+        if self.monitor_every is not None and self.monitor_every < 0:
+            raise UserError(f"--monitor-every is {self.monitor_every}: give 0 for none, or a number of steps")
         if self.batch_size % self.grad_accum:
             raise UserError(
                 f"--grad-accum is {self.grad_accum} but --batch-size is {self.batch_size}: the sequences of a "

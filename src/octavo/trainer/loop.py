@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import octavo
 from octavo import models
 from octavo.errors import UserError
-from octavo.trainer import blocks, flops, memory, peaks
+from octavo.trainer import blocks, flops, memory, operand_stats, peaks
 from octavo.trainer.checkpoint import Checkpoints, Saved, run_as_data
 from octavo.trainer.config import DTYPES, TrainConfig
 from octavo.trainer.data import Batches, Corpus, validation_batches
@@ -65,6 +65,7 @@ class Trainer:
         self.flops = self._count_flops()
         blocks.prepare(self.model, compile=config.compile, recompute=config.activation_checkpoint)
         memory.reset_peak(self.device)
+        self.peak: int | None = None
 
     def _count_flops(self) -> dict[str, int]:
         """FLOPs of a step by operator, from its first sequence: a whole batch may not fit without recomputing.
@@ -97,8 +98,10 @@ class Trainer:
 
     def step(self, number: int) -> Step:
         """Trains on step ``number`` (from 0). A loss or gradient that is no number leaves the weights alone."""
-        begin = time.perf_counter()
-        loss = self.backward(number)
+        begin, every = time.perf_counter(), self.config.monitor_steps
+        watch = bool(every) and (number + 1) % every == 0
+        with operand_stats.watching(self.model, watch) as watched:
+            loss = self.backward(number)
         norm = self.optimizer.clip(self.config.clip)
         loss_value, norm_value = torch.stack([loss, norm]).tolist()  # the step's one wait for the device
         rate = self.config.learning_rate(number)
@@ -108,7 +111,17 @@ class Trainer:
             self.model.after_step()
         seconds = time.perf_counter() - begin
         share = peaks.mfu(self.flops, seconds, self.device, DTYPES[self.config.dtype])
-        return replace(step, seconds=seconds, peak_memory=memory.peak(self.device), mfu=share)
+        operands = operand_stats.read(watched) if watched else None
+        peak = self._peak_memory(unlike_others=watched is not None)
+        return replace(step, seconds=seconds, peak_memory=peak, mfu=share, operands=operands)
+
+    def _peak_memory(self, *, unlike_others: bool) -> int | None:
+        """Most bytes up to now, None if that is not known; what an ``unlike_others`` step took is left out."""
+        if unlike_others:
+            memory.reset_peak(self.device)
+        else:
+            self.peak = max(self.peak or 0, memory.peak(self.device))
+        return self.peak
 
     def first_bad(self, number: int) -> str | None:
         """Layer, product and tensor of step ``number`` (from 0) that first held a NaN or inf, as words.

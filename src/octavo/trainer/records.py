@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 FINAL_STEPS = 10
 """A final loss is the mean over so many last steps: one batch says more of its text than of the model."""
@@ -23,6 +24,8 @@ class Step:
     validation_loss: float | None = None
     peak_memory: int | None = None
     mfu: float | None = None
+    operands: list[dict[str, Any]] | None = None
+    """Of a watched step, what quantization did to each operand, see :mod:`octavo.trainer.operand_stats`."""
 
     @property
     def finite(self) -> bool:

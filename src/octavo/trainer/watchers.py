@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from octavo.trainer import operand_stats
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.journal import Journal
 from octavo.trainer.records import Step
@@ -59,6 +60,9 @@ def _to_tensorboard(stack: contextlib.ExitStack, folder: Path, after: int) -> Wa
     def write(step: Step) -> None:
         values = dataclasses.asdict(step)
         number = values.pop("number")
+        for operand in values.pop("operands") or ():
+            place = "/".join(operand[part] for part in operand_stats.NAMES)
+            values |= {f"{name}/{place}": operand[name] for name in operand_stats.MEASURES}
         for name, value in values.items():
             if value is not None:
                 writer.add_scalar(name, value, number)
