@@ -15,7 +15,7 @@ import torch
 from octavo import dispatch, hardware
 from octavo.formats import E2M1, E4M3FN, E5M2, Format, ScaledTensor
 from octavo.fused import quantize_concat, swiglu_backward_quantize, swiglu_quantize
-from octavo.quantize import dequantize
+from octavo.quantize import dequantize, launch_tables, quantize
 from octavo.testing import sqnr
 from quantize_helpers import assert_same, raw
 
@@ -119,6 +119,55 @@ def test_swiglu_backward(formats: tuple[Format | None, ...], shape: tuple[int, i
         assert a.shape == b.shape
         if keep:
             assert sqnr(b.float(), a.float()) > 50
+
+
+@interpreted
+@pytest.mark.parametrize("apart", [0, 1, 2, 3])
+@pytest.mark.parametrize("shape", [(34, 128), (20, 33)], ids=str)
+@pytest.mark.parametrize(
+    "formats", [(ONE, ONE, ONE), (ROW, ROW, ROW), (B1, B1, B1), (ONE, None, ROW)], ids=str
+)
+def test_swiglu_backward_is_exact_on_its_own_values(
+    formats: tuple[Format, ...], shape: tuple[int, int], apart: int
+) -> None:
+    """However the launches are cut, what is quantized is the gradient that ``keep`` returns, bit for bit."""
+    h, grad = _inputs(*shape)
+    config = {"block_m": 64, "block_k": 64, "warps": 4, "group": 1, "owned": 4, "apart": apart}
+    buckets = {f"tiles/{g}": config for g in ("tensorwise", "rowwise", "1x128")}
+    with (
+        launch_tables.override({"swiglu_backward": buckets}),
+        dispatch.use_kernels(swiglu_backward_quantize="triton"),
+    ):
+        *found, dh, act = swiglu_backward_quantize(h, grad, *formats, keep=True)
+    with dispatch.use_kernels(quantize="reference"):
+        for got, fmt, value, transpose in zip(
+            found, formats, (dh, dh, act), (False, True, True), strict=True
+        ):
+            if fmt is None:
+                assert got is None
+            else:
+                assert_same(got, quantize(value, fmt, transpose=transpose))
+
+
+@interpreted
+@pytest.mark.parametrize("fmt", [ONE, B128], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_concatenation_read_twice_by_one_launch_is_exact(fmt: Format, dim: int) -> None:
+    xs = [torch.randn(128, 128, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(2)]
+    config = {
+        "block_m": 128,
+        "block_k": 128,
+        "warps": 4,
+        "group": 1,
+        "reverse": 1,
+        "evict": 1,
+        "owned": 4,
+        "apart": 2,
+    }
+    with launch_tables.override({"tiles": {f"both/{fmt.granularity}": config}}):
+        found, wanted = _both_kernels("quantize_concat", lambda: quantize_concat(xs, dim, fmt, fmt))
+    for a, b in zip(found, wanted, strict=True):
+        assert_same(a, b)
 
 
 def test_cpu_tensors_get_a_reason_without_the_interpreter() -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.quantize.numerics_kernels import magnitude_bits
+from octavo.quantize.numerics_kernels import code_bits, magnitude_bits
 from octavo.quantize.source_kernels import sigmoid
-from octavo.quantize.triton_kernels import tile_of, tile_rows, write_tile
+from octavo.quantize.triton_kernels import folds, tile_of, tile_rows, write_tile
 
 
 @triton.jit
@@ -66,6 +66,26 @@ def swiglu_backward_amax(
         tl.atomic_max(a_one, tl.max(tl.max(acts, 0), 0), sem="relaxed")
 
 
+@triton.jit
+def _half_of(
+    data, scale, amax, half, F, pitch, scale_pitch,
+    ELEMENT: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr, R: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    # Where one half of [gate | up] lies in an output of the gradient: a matrix [M, F] of its own.
+    if half == 1 and ELEMENT != "":
+        blocks = 0 if CB == 0 else tl.cdiv(F, CB)
+        if TURNED:
+            word: tl.constexpr = code_bits(ELEMENT) * 2 ** folds(ELEMENT, R) // 8
+            data += tl.cast(F, tl.int64) * pitch * word
+            scale += tl.cast(blocks, tl.int64) * scale_pitch
+        else:
+            data += F * code_bits(ELEMENT) // 8
+            scale += blocks
+        if RB == 0 and CB != 0:
+            amax += F
+    return data, scale, amax
+
+
 @triton.jit(do_not_specialize=["tiles_m", "tiles_k"])
 def swiglu_backward_tiles(
     h, grad, direct, direct_scale, direct_amax, turned, turned_scale, turned_amax, act, act_scale, act_amax,
@@ -78,8 +98,13 @@ def swiglu_backward_tiles(
     A_ELEMENT: tl.constexpr, A_ROUNDING: tl.constexpr, A_CAST: tl.constexpr,
     A_RB: tl.constexpr, A_CB: tl.constexpr,
     KEEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of h as it lies and transposed, and the activation transposed; BLOCK_K divides F."""
+    """Write the gradient of h as it lies and transposed, and the activation transposed.
+
+    Column blocks divide F, so that none straddles gate and up. AGAIN loads and computes the values a second time
+    for what is written transposed (see ``quantize.triton_kernels.write_tile``).
+    """
     tile_m, tile_k = tile_of(tl.program_id(0), tiles_m, tiles_k, GROUP)
     i = tile_rows(tile_m, BLOCK_M, R)
     j = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -91,15 +116,26 @@ def swiglu_backward_tiles(
         tl.store(kept_grad + row * (2 * F) + F + j[None, None, :], d_up, mask=mask)
         tl.store(kept_act + row * F + j[None, None, :], a, mask=mask)
     batch = tl.program_id(1).to(tl.int64)
-    for half in tl.static_range(2):
-        write_tile(
-            d_gate if half == 0 else d_up,
-            direct, direct_scale, direct_amax, turned, turned_scale, turned_amax,
-            batch, tile_m, tile_k + half * tiles_k, M, 2 * F,
-            direct_pitch, direct_scale_pitch, turned_pitch, turned_scale_pitch, 1,
-            D_ELEMENT, D_ROUNDING, D_CAST, D_RB, D_CB, T_ELEMENT, T_ROUNDING, T_CAST, T_RB, T_CB,
-            BLOCK_M, BLOCK_K, R, 1, "",
-        )  # fmt: skip
+    for turn in tl.static_range(2 if AGAIN else 1):
+        if turn == 1:
+            d_gate, d_up, a = _backward_values(h, grad, i, j, M, F, hm, gm)
+        for half in tl.static_range(2):
+            d, d_scale, d_amax = _half_of(
+                direct, direct_scale, direct_amax, half, F, direct_pitch, direct_scale_pitch,
+                D_ELEMENT, D_RB, D_CB, R, False,
+            )  # fmt: skip
+            t, t_scale, t_amax = _half_of(
+                turned, turned_scale, turned_amax, half, F, turned_pitch, turned_scale_pitch,
+                T_ELEMENT, T_RB, T_CB, R, True,
+            )  # fmt: skip
+            write_tile(
+                d_gate if half == 0 else d_up, d, d_scale, d_amax, t, t_scale, t_amax,
+                batch, tile_m, tile_k, M, F,
+                direct_pitch, direct_scale_pitch, turned_pitch, turned_scale_pitch, 1,
+                D_ELEMENT if turn == 0 else "", D_ROUNDING, D_CAST, D_RB, D_CB,
+                T_ELEMENT if turn == 1 or not AGAIN else "", T_ROUNDING, T_CAST, T_RB, T_CB,
+                BLOCK_M, BLOCK_K, R, 1, "",
+            )  # fmt: skip
     write_tile(
         a, None, None, None, act, act_scale, act_amax, batch, tile_m, tile_k,
         M, F, 0, 0, act_pitch, act_scale_pitch, 1,

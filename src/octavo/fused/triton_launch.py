@@ -8,7 +8,6 @@ import torch
 
 from octavo import hardware
 from octavo.formats import ALL, Format
-from octavo.fused import reference
 from octavo.fused import triton_kernels as kernels
 from octavo.launch import launch
 from octavo.quantize import launch_tables, triton_launch
@@ -121,6 +120,10 @@ def swiglu_quantize(h: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.T
     return data[0], scale[0]
 
 
+STEPS = 3
+"""Further value of ``apart`` in a table: the gradient and the activation are written in 16 bits first."""
+
+
 def swiglu_backward_quantize(
     h: torch.Tensor, grad: torch.Tensor, fmt: Format | None, transposed_fmt: Format | None,
     activation_fmt: Format | None, keep: bool,
@@ -132,27 +135,69 @@ def swiglu_backward_quantize(
     config = launch_tables.lookup(
         arch, "swiglu_backward", *(f"tiles/{f.granularity}" for f in formats), "tiles"
     )
-    block_k = max(config["block_k"], *(max(f.block) for f in formats), 1)
-    direct, turned = triton_launch.outputs(h, torch.Size((1, rows, 2 * columns)), fmt, transposed_fmt)
-    same = direct is not None and turned is not None and triton_launch.same_codes(direct, turned)
-    if columns % block_k or not rows or same or config.get("apart", 0):
-        return _backward_in_steps(h, grad, fmt, transposed_fmt, activation_fmt, keep)
     h, grad = (t if t.stride(1) == 1 else t.contiguous() for t in (h, grad))
+    if not rows or not columns or _straddles(columns, fmt, transposed_fmt) or config.get("apart", 0) == STEPS:
+        return _backward_in_steps(h, grad, fmt, transposed_fmt, activation_fmt, keep, config)
+    direct, turned = triton_launch.outputs(h, torch.Size((1, rows, 2 * columns)), fmt, transposed_fmt)
     _, act = triton_launch.outputs(h, torch.Size((1, rows, columns)), None, activation_fmt)
     kept = (h.new_empty(h.shape), h.new_empty(grad.shape)) if keep else (None, None)
     with triton_launch.on_device(h.device):
         amaxes = _backward_amax(h, grad, arch, direct, turned, act)
-        _backward_tiles(h, grad, arch, config, block_k, (direct, turned, act), amaxes, kept)
+        for n, outputs in enumerate(_apart(config, direct, turned, act)):
+            _backward_tiles(h, grad, arch, config, outputs, amaxes, kept if n == 0 else (None, None))
     return *_finished(direct), *_finished(turned), *_finished(act), *kept
+
+
+Three = tuple[Output | None, Output | None, Output | None]
+
+
+def _straddles(columns: int, fmt: Format | None, transposed_fmt: Format | None) -> bool:
+    """Whether a block or a byte would hold columns of gate and of up."""
+    sizes = [(f.block[1], f.element.packed) for f in (fmt,) if f is not None]
+    sizes += [(f.block[0], 1) for f in (transposed_fmt,) if f is not None]
+    return any((block != ALL and columns % block) or columns % packed for block, packed in sizes)
+
+
+def _apart(
+    config: launch_tables.Config, direct: Output | None, turned: Output | None, act: Output | None
+) -> list[Three]:
+    """What each launch writes: all three outputs, or first what lies as h does and then what is transposed."""
+    if direct is None or (turned is None and act is None):
+        return [(direct, turned, act)]
+    how = config.get("apart", triton_launch.TOGETHER)
+    if turned is not None:
+        how = triton_launch.how_apart(config, direct, turned)
+    if how == triton_launch.LAUNCHES:
+        return [(direct, None, None), (None, turned, act)]
+    return [(direct, turned, act)]
+
+
+def _part_config(arch: str, config: launch_tables.Config, outputs: Three) -> launch_tables.Config:
+    """The configuration of one launch: of its part, where the outputs are written apart."""
+    direct, turned, act = outputs
+    if outputs == (None, None, None):
+        kind = "values"
+    elif direct is None:
+        kind = "turned"
+    elif turned is None and act is None:
+        kind = "direct"
+    else:
+        return config
+    formats = [o.fmt.granularity for o in outputs if o is not None]
+    return launch_tables.lookup(arch, "swiglu_backward", *(f"{kind}/{g}" for g in formats), kind)
 
 
 def _backward_in_steps(
     h: torch.Tensor, grad: torch.Tensor, fmt: Format | None, transposed_fmt: Format | None,
-    activation_fmt: Format | None, keep: bool,
+    activation_fmt: Format | None, keep: bool, config: launch_tables.Config,
 ) -> Tensors:  # fmt: skip
-    # Tiles would straddle gate and up, one set of codes would be stored both ways (see triton_launch._apart), or the
-    # registers of the card do not hold what one pass needs: the values are made first.
-    dh, a = reference.swiglu_backward(h, grad).to(h.dtype), reference.swiglu(h).to(h.dtype)
+    # Blocks would straddle gate and up, or the registers of the card do not hold what one pass needs: one kernel
+    # writes the values in 16 bits, and they are quantized as any matrix.
+    dh, a = torch.empty_like(h, memory_format=torch.contiguous_format), h.new_empty(grad.shape)
+    if grad.numel():
+        with triton_launch.on_device(h.device):
+            arch = hardware.architecture(h.device)
+            _backward_tiles(h, grad, arch, config, (None, None, None), (Amax(), Amax()), (dh, a))
     direct, turned = triton_launch.quantize_optional(dh, fmt, transposed_fmt)
     _, act = triton_launch.quantize_optional(a, None, activation_fmt)
     pairs = ((fmt, direct), (transposed_fmt, turned), (activation_fmt, act))
@@ -195,21 +240,25 @@ def _backward_amax(
 
 
 def _backward_tiles(
-    h: torch.Tensor, grad: torch.Tensor, arch: str, config: launch_tables.Config, block_k: int,
-    outputs: tuple[Output | None, Output | None, Output | None], amaxes: tuple[Amax, Amax], kept: Tensors,
+    h: torch.Tensor, grad: torch.Tensor, arch: str, config: launch_tables.Config,
+    outputs: Three, amaxes: tuple[Amax, Amax], kept: Tensors,
 ) -> None:  # fmt: skip
     direct, turned, act = outputs
+    config = _part_config(arch, config, outputs)
     rows, columns = grad.shape
-    block_m = max(config["block_m"], *(max(o.block) for o in outputs if o is not None), 1)
+    blocks = [o.block for o in outputs if o is not None]
+    block_m = max(config["block_m"], *(b[0] for b in blocks), 1)
+    block_k = max(config["block_k"], *(b[1] for b in blocks), 1)
     sides = [triton_launch.turned_words(o, config["owned"], rows) for o in (turned, act) if o is not None]
     owned = min((r for r, _ in sides), default=1)
     t_pitch, a_pitch = (triton_launch.turned_words(o, owned, rows)[1] for o in (turned, act))
+    again = direct is not None and turned is not None and config.get("apart", 0) == triton_launch.LOADS
     constants = {
         f"{letter}_{k}": v
         for letter, out in (("D", direct), ("T", turned), ("A", act))
         for k, v in triton_launch.block_constants(out, arch).items()
     }
-    tiles_m, tiles_k = -(-rows // block_m), columns // block_k
+    tiles_m, tiles_k = -(-rows // block_m), -(-columns // block_k)
     launch(
         kernels.swiglu_backward_tiles, (tiles_m * tiles_k, 1),
         (h, grad, *triton_launch.pointers(direct, amaxes[0]), *triton_launch.pointers(turned, amaxes[0]),
@@ -217,6 +266,6 @@ def _backward_tiles(
          tiles_m, tiles_k, *triton_launch.pitches(direct), t_pitch, triton_launch.pitches(turned)[1],
          a_pitch, triton_launch.pitches(act)[1]),
         {**constants, "KEEP": kept[0] is not None, "BLOCK_M": block_m, "BLOCK_K": block_k, "R": owned,
-         "GROUP": config["group"]},
+         "GROUP": config["group"], "AGAIN": again},
         min(16, config["warps"] * max(1, block_m * block_k // (config["block_m"] * config["block_k"]))),
     )  # fmt: skip

@@ -333,11 +333,14 @@ def write_tile(
 ):  # fmt: skip
     """Write codes and scales of the values [R, Q, BLOCK_K] of a tile of [M, K] as they lie, transposed, or both.
 
-    An output with an empty ELEMENT is absent; EVICT is the cache policy of what no later pass needs.
+    An output with an empty ELEMENT is absent; EVICT is the cache policy of what no later pass needs. Two outputs
+    whose codes are the same take a call each, on values loaded twice: one set of codes stored both ways came out
+    wrong on Hopper with Triton 3.6, and a compiler makes one set of two that it can see to be equal.
     """
     i = tile_rows(tile_m, BLOCK_M, R)
     j = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     same: tl.constexpr = D_RB == T_RB and D_CB == T_CB and D_ELEMENT == T_ELEMENT and D_ROUNDING == T_ROUNDING
+    tl.static_assert(D_ELEMENT == "" or not same, "the same codes both ways: load the values twice")
     if D_ELEMENT != "":
         codes, decode = tile_codes(
             loaded, direct_amax, batch, i, j, M, K, partials,
@@ -353,11 +356,10 @@ def write_tile(
             BLOCK_M, BLOCK_K, R, D_RB, D_CB, False,
         )  # fmt: skip
     if T_ELEMENT != "":
-        if not same:
-            codes, decode = tile_codes(
-                loaded, turned_amax, batch, i, j, M, K, partials,
-                T_ELEMENT, T_ROUNDING, T_CAST, BLOCK_M, BLOCK_K, R, T_RB, T_CB, PARTIALS,
-            )  # fmt: skip
+        codes, decode = tile_codes(
+            loaded, turned_amax, batch, i, j, M, K, partials,
+            T_ELEMENT, T_ROUNDING, T_CAST, BLOCK_M, BLOCK_K, R, T_RB, T_CB, PARTIALS,
+        )  # fmt: skip
         turned += batch * (M * code_bits(T_ELEMENT) // 8) * K
         turned_scale += batch * _scales_of(M, K, T_RB, T_CB)
         store_turned(
@@ -379,11 +381,12 @@ def quantize_tiles(
     T_ELEMENT: tl.constexpr, T_ROUNDING: tl.constexpr, T_CAST: tl.constexpr,
     T_RB: tl.constexpr, T_CB: tl.constexpr, SOURCE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr,
-    PARTIALS: tl.constexpr, EVICT: tl.constexpr,
+    PARTIALS: tl.constexpr, EVICT: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """Read a tile once and write its codes and scales as they lie, transposed, or both.
 
-    REVERSE starts at the end, where the amax pass before has left x in the cache.
+    REVERSE starts at the end, where the amax pass before has left x in the cache. AGAIN loads the tile a second
+    time, from the cache that is nearest, for what is written transposed.
     """
     pid = tl.program_id(0)
     if REVERSE:
@@ -394,13 +397,15 @@ def quantize_tiles(
     j = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (i < M)[:, :, None] & (j < K)[None, None, :]
     at = x + batch * sb + i.to(tl.int64)[:, :, None] * sm + j.to(tl.int64)[None, None, :] * sk
-    write_tile(
-        load_source(at, mask, K * sk, SOURCE, EVICT),
-        direct, direct_scale, direct_amax, turned, turned_scale, turned_amax, batch, tile_m, tile_k,
-        M, K, direct_pitch, direct_scale_pitch, turned_pitch, turned_scale_pitch, partials,
-        D_ELEMENT, D_ROUNDING, D_CAST, D_RB, D_CB, T_ELEMENT, T_ROUNDING, T_CAST, T_RB, T_CB,
-        BLOCK_M, BLOCK_K, R, PARTIALS, EVICT,
-    )  # fmt: skip
+    for turn in tl.static_range(2 if AGAIN else 1):
+        write_tile(
+            load_source(at, mask, K * sk, SOURCE, "" if AGAIN and turn == 0 else EVICT),
+            direct, direct_scale, direct_amax, turned, turned_scale, turned_amax, batch, tile_m, tile_k,
+            M, K, direct_pitch, direct_scale_pitch, turned_pitch, turned_scale_pitch, partials,
+            D_ELEMENT if turn == 0 else "", D_ROUNDING, D_CAST, D_RB, D_CB,
+            T_ELEMENT if turn == 1 or not AGAIN else "", T_ROUNDING, T_CAST, T_RB, T_CB,
+            BLOCK_M, BLOCK_K, R, PARTIALS, EVICT,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -312,11 +312,15 @@ def launch_tiles(
     amax: Amax,
     source: str = "plain",
 ) -> None:
-    """The pass that writes: both outputs from one read, or a read each where that was faster or is needed."""
-    if direct is not None and turned is not None and _apart(arch, direct, turned):
-        launch_tiles(x, arch, direct, None, amax, source)
-        launch_tiles(x, arch, None, turned, amax, source)
-        return
+    """The pass that writes: both outputs from one read, or apart where that was faster or is needed."""
+    apart = TOGETHER
+    if direct is not None and turned is not None:
+        keys = (f"both/{direct.fmt.granularity}", f"both/{turned.fmt.granularity}", "both")
+        apart = how_apart(launch_tables.lookup(arch, "tiles", *keys), direct, turned)
+        if apart == LAUNCHES:
+            launch_tiles(x, arch, direct, None, amax, source)
+            launch_tiles(x, arch, None, turned, amax, source)
+            return
     batch, rows, columns = x.shape
     outputs = [o for o in (direct, turned) if o is not None]
     kind = "both" if len(outputs) == 2 else "direct" if direct is not None else "turned"
@@ -336,22 +340,27 @@ def launch_tiles(
         {**constants, "SOURCE": source, "BLOCK_M": block_m, "BLOCK_K": block_k, "R": owned,
          "GROUP": config["group"], "REVERSE": whole and bool(config["reverse"]),
          "PARTIALS": max(MAX_PARTIALS, _power_of_two(partials)),
-         "EVICT": "evict_first" if whole and config["evict"] else ""},
+         "EVICT": "evict_first" if whole and config["evict"] else "", "AGAIN": apart == LOADS},
         config["warps"],
     )  # fmt: skip
+
+
+TOGETHER, LAUNCHES, LOADS = 0, 1, 2
+"""Values of ``apart`` in a table: two outputs from one load, a launch each, or one launch that loads again."""
+
+
+def how_apart(config: launch_tables.Config, direct: Output, turned: Output) -> int:
+    """One of :data:`TOGETHER`, :data:`LAUNCHES` and :data:`LOADS` for two outputs of the same values."""
+    # One set of codes stored both ways comes out wrong on Hopper with Triton 3.6 (the transposed copy differs,
+    # seen on an H200, though not in Triton's interpreter), so such outputs never come from one load.
+    least = LAUNCHES if same_codes(direct, turned) else TOGETHER
+    return max(least, config.get("apart", TOGETHER))
 
 
 def same_codes(direct: Output, turned: Output) -> bool:
     """Whether the transposed codes are the direct ones, only elsewhere."""
     a, b = direct.fmt, turned.fmt
     return (a.element, a.rounding, direct.block) == (b.element, b.rounding, turned.block)
-
-
-def _apart(arch: str, direct: Output, turned: Output) -> bool:
-    # One set of codes stored both ways comes out wrong on Hopper with Triton 3.6 (the transposed copy differs,
-    # seen on an H200, though not in Triton's interpreter), so such outputs take a launch each.
-    keys = (f"both/{direct.fmt.granularity}", f"both/{turned.fmt.granularity}", "both")
-    return same_codes(direct, turned) or bool(launch_tables.lookup(arch, "tiles", *keys).get("apart", 0))
 
 
 def pointers(output: Output | None, amax: Amax) -> tuple[torch.Tensor | None, ...]:
