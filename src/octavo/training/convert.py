@@ -20,10 +20,15 @@ HEAD_NAMES = ("lm_head", "embed_out", "embed_proj", "embed_tokens", "tok_embeddi
 """Last part of the path of output heads and projections of the token embedding, at any depth."""
 TOP_LEVEL_HEAD_NAMES = ("output", "head", "embed", "embedding", "unembed", "classifier", "score")
 """The same for words that mean something else deeper inside a model."""
-TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+TRANSPARENT = (
+    "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "base_layer", "original_module"
+)  # fmt: skip
 """Parts of a path that wrappers add around a module without renaming it."""
-WRAPPERS = ("model", "module", "transformer")
+WRAPPERS = ("model", "module", "transformer", "base_model")
 """Attributes that wrap a whole model: what lies directly under them is still top level."""
+PEFT_WRAPPED = ("base_layer", "base_model", "lora_model", "model", "modules_to_save", "original_module")
+"""Attributes under which PEFT's modules hold the model they adapt, or copies of its layers to train in full;
+all else in them is an adapter."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -79,13 +84,15 @@ def convert(
     Each ``nn.Linear`` becomes an :class:`octavo.Linear`, which is an ``nn.Linear`` with the same parameters
     (the very tensors: tied, frozen and meta ones stay so), state-dict keys, hooks and device. By default the
     output head and the token embedding's projection stay in high precision, by name or because a dimension
-    is the vocabulary size.
+    is the vocabulary size, and so do PEFT's adapters.
 
     Args:
         model: any module, also on the meta device.
         recipe: for layers that no rule names.
         rules: ``(pattern, recipe)`` pairs, tried in order, first match wins; the pattern is searched in the
-            module's path, recipe None leaves the layer alone. A rule overrides the defaults.
+            module's path, recipe None leaves the layer alone. A rule overrides the defaults. It names an
+            adapter of PEFT only if it matches the adapter's part of the path (``lora_A``): ``q_proj`` means the
+            layer that is adapted.
         min_size: leave layers alone whose smaller dimension is below this.
         spans: also run the SwiGLU MLPs of :data:`octavo.training.spanning.MLPS` as one Function each.
 
@@ -97,15 +104,18 @@ def convert(
             converted; the message says why for each.
     """
     default, compiled = get_recipe(recipe), [_compile(rule) for rule in rules]
-    heads = _heads(model)
+    heads, adapters = _heads(model), _adapters(model)
     used: set[int] = set()
     decisions, changes = [], []
     for name, module in _linears(model):
-        index = next((i for i, (pattern, _) in enumerate(compiled) if pattern.search(name)), None)
+        start = adapters.get(name, 0)
+        index = next((i for i, (pattern, _) in enumerate(compiled) if _names(pattern, name, start)), None)
         if index is not None:
             used.add(index)
         chosen = default if index is None else compiled[index][1]
         reason = _why_left_alone(name, module, heads, min_size, index is not None, chosen)
+        if reason is None and index is None and name in adapters:
+            reason = "adapter of PEFT, which trains in high precision"
         if reason is None:
             assert chosen is not None
             changes.append((module, chosen))
@@ -129,9 +139,10 @@ def convert(
 
 def left_alone_by_default(model: nn.Module) -> dict[str, str]:
     """Names of the linear layers that ``convert`` would leave alone without rules, and why."""
-    heads, any_recipe = _heads(model), get_recipe("rowwise")
-    reasons = ((name, _why_left_alone(name, m, heads, 0, False, any_recipe)) for name, m in _linears(model))
-    return {name: reason for name, reason in reasons if reason is not None}
+    heads, adapters, any_recipe = _heads(model), _adapters(model), get_recipe("rowwise")
+    reasons = {name: _why_left_alone(name, m, heads, 0, False, any_recipe) for name, m in _linears(model)}
+    found = {name: reason for name, reason in reasons.items() if reason is not None}
+    return found | dict.fromkeys(adapters, "adapter of PEFT")
 
 
 def _compile(rule: Rule) -> tuple[re.Pattern[str], Recipe | None]:
@@ -150,6 +161,24 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             yield name, module
+
+
+def _names(pattern: re.Pattern[str], name: str, start: int) -> bool:
+    """Whether the pattern matches the path, beyond character ``start``."""
+    return any(match.end() > start or not start for match in pattern.finditer(name))
+
+
+def _adapters(model: nn.Module) -> dict[str, int]:
+    """Linear layers that PEFT added, each with where in its path the adapter's part begins."""
+    modules, found = dict(model.named_modules()), {}
+    for name, _ in _linears(model):
+        path = ""
+        for part in name.split(".") if name else ():
+            if type(modules[path]).__module__.startswith("peft.") and part not in PEFT_WRAPPED:
+                found[name] = len(path) + 1
+                break
+            path = f"{path}.{part}" if path else part
+    return found
 
 
 def _shape(module: nn.Linear) -> tuple[int, ...]:
@@ -198,7 +227,8 @@ def _why_left_alone(
         return f"weights of {module.weight.dtype} are not quantized"
     if by_rule:
         return None
-    parts = [part for part in name.split(".") if part not in TRANSPARENT] or [""]
+    plain = re.sub(r"\.modules_to_save\.[^.]+$", "", name)  # PEFT's copy of a layer, by adapter
+    parts = [part for part in plain.split(".") if part not in TRANSPARENT] or [""]
     top_level = all(part in WRAPPERS for part in parts[:-1])
     if parts[-1] in HEAD_NAMES or (top_level and parts[-1] in TOP_LEVEL_HEAD_NAMES):
         return "output head or embedding projection, by name"

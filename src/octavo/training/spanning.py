@@ -23,7 +23,7 @@ from octavo.training.gathered import GatheredWeight
 from octavo.training.modules import Linear
 from octavo.training.observe import observe
 from octavo.training.recipes import PRODUCTS, Product, Recipe, get_recipe
-from octavo.training.weight_cache import cached, quantize_weight
+from octavo.training.weight_cache import cached, cast_weight, quantize_weight
 
 T = TypeVar("T")
 Names = tuple[str, str, str]
@@ -233,7 +233,8 @@ def install(model: nn.Module) -> list[str]:
     """Make every MLP of :data:`MLPS` whose projections were converted run as one Function; their paths.
 
     The module keeps its class's name, parameters and state dict. Whatever the span would bypass (a hook on a
-    projection, a bias, a sharded weight, differing recipes) makes that call run layer by layer.
+    projection, an adapter in its place, a bias, a sharded weight, differing recipes) makes that call run layer by
+    layer.
     """
     installed = []
     for name, module in model.named_modules():
@@ -265,7 +266,10 @@ def spanned(module: nn.Module) -> Names | None:
     if names is None:
         return None
     layers = [getattr(module, name) for name in names]
-    plain = all(type(layer.weight) in (nn.Parameter, torch.Tensor) and layer.bias is None for layer in layers)
+    plain = all(
+        type(layer) is Linear and type(layer.weight) in (nn.Parameter, torch.Tensor) and layer.bias is None
+        for layer in layers
+    )
     return names if plain and not any(getattr(layer, hooks) for layer in layers for hooks in _HOOKS) else None
 
 
@@ -296,7 +300,7 @@ def _spanned(cls: type, names: Names) -> type:
             if not _spannable(x, layers):
                 return cls.forward(self, x)  # pyright: ignore[reportAttributeAccessIssue]
             recipe, stats = layers[0].recipe, [layer.stats for layer in layers]
-            weights = [layer.weight for layer in layers]
+            x, weights = _autocast(x, [layer.weight for layer in layers])
             return _MLP.apply(x, weights[0], weights[1], weights[2], recipe, *stats, torch.is_grad_enabled())
 
         def reduce(self: Any, protocol: object) -> tuple[Any, ...]:
@@ -315,17 +319,25 @@ def _blank(cls: type, names: Names) -> Any:
     return object.__new__(spanned)
 
 
+def _autocast(x: torch.Tensor, weights: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The operands in autocast's dtype where it is on, as each layer would cast them."""
+    if not autocasts(x):
+        return x, weights
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), [cast_weight(w, dtype) for w in weights]
+
+
 def _spannable(x: torch.Tensor, layers: list[Any]) -> bool:
-    first = layers[0]
+    first, casts = layers[0], autocasts(x)
     return (
-        not autocasts(x)
+        type(first) is Linear  # and no adapter around it
         and first.recipe.output is not None
         and not any(getattr(module_hooks, name) for name in _GLOBAL_HOOKS)
         and all(
             type(layer) is Linear
             and layer.recipe == first.recipe
             and layer.bias is None
-            and layer.weight.dtype == x.dtype
+            and (casts or layer.weight.dtype == x.dtype)
             and type(layer.weight) in (nn.Parameter, torch.Tensor, GatheredWeight)
             and not any(getattr(layer, name) for name in _HOOKS)
             for layer in layers
