@@ -85,6 +85,8 @@ class Checkpoints:
         self.folder, self.config, self.every, self.last, self.keep = folder, config, every, last, keep
         self.saved: Path | None = None
         """The newest good checkpoint of this run."""
+        self._passed_over: set[Path] = set()
+        """Those that ``find`` could not use: they stay, and do not count among ``keep``."""
         self._history: Journal | None = None
 
     @property
@@ -107,6 +109,7 @@ class Checkpoints:
                 problem = _damage(path, manifest)
             if manifest is None or problem:
                 passed.append(f"{path.name} {problem}")
+                self._passed_over.add(path)
                 continue
             if passed:
                 warn(f"{'; '.join(passed)}: going on from {str(path)!r}")
@@ -139,9 +142,11 @@ class Checkpoints:
             WriteError: the folder cannot be written to.
         """
         self._history = Journal(self.folder / HISTORY, lambda record: 0 < _number(record) <= after)
-        for path in self.folder.iterdir():
-            if LEFTOVER.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
+        with writing(self.folder):
+            sync_folder(self.folder.parent)  # the folder may have been made just now
+            for path in self.folder.iterdir():
+                if LEFTOVER.fullmatch(path.name):
+                    shutil.rmtree(path, ignore_errors=True)
         return [Step(**record) for record in self._history.kept]
 
     def history(self) -> list[Step]:
@@ -188,6 +193,7 @@ class Checkpoints:
                 raise
             sync_folder(self.folder)
         self.saved = path
+        self._passed_over.discard(path)
         with writing(self.folder):
             self._prune(step)
 
@@ -260,7 +266,8 @@ class Checkpoints:
 
     def _prune(self, newest: int) -> None:
         """Removes this run's checkpoints up to step ``newest`` but for the last ``keep``."""
-        own = [p for p in self._all() if _step_of(p) <= newest and self._read(p)[0] is not None]
+        known = (p for p in self._all() if _step_of(p) <= newest and p not in self._passed_over)
+        own = [p for p in known if self._read(p)[0] is not None]
         for path in own[: -self.keep]:
             old = path.with_name(f".{path.name}.old")
             shutil.rmtree(old, ignore_errors=True)
@@ -277,8 +284,12 @@ def _step_of(path: Path) -> int:
 def _number(record: dict[str, Any]) -> int:
     """The number of the step that ``record`` describes, 0 if it describes none."""
     fields = {field.name for field in dataclasses.fields(Step)}
-    number = record.get("number")
-    return number if record.keys() == fields and isinstance(number, int) else 0
+    number, numbers = (
+        record.get("number"),
+        (record.get("loss"), record.get("grad_norm"), record.get("seconds")),
+    )
+    fits = record.keys() == fields and all(isinstance(value, int | float) for value in numbers)
+    return number if fits and isinstance(number, int) else 0
 
 
 def _digest(content: dict[str, Any]) -> str:

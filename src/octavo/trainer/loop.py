@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import octavo
 from octavo import models
 from octavo.errors import UserError
-from octavo.trainer import blocks, flops, memory, operand_stats, peaks
+from octavo.trainer import blocks, flops, memory, nonfinite, operand_stats, peaks
 from octavo.trainer.checkpoint import Checkpoints, Saved, run_as_data
 from octavo.trainer.config import DTYPES, TrainConfig
 from octavo.trainer.data import Batches, Corpus, validation_batches
@@ -126,10 +126,17 @@ class Trainer:
     def first_bad(self, number: int) -> str | None:
         """Layer, product and tensor of step ``number`` (from 0) that first held a NaN or inf, as words.
 
-        None where no converted layer saw one. Computes the step once more, so its weights must be those it
-        had, and leaves no gradient.
+        None where it does not come up again. Computes the step once more, so its weights must be those it had,
+        and leaves no gradient.
         """
-        return None
+        self.optimizer.zero_grad()
+        try:
+            place = nonfinite.first_bad(self.model, lambda: self.backward(number))
+        except torch.OutOfMemoryError:
+            return None  # watching takes memory of its own, and the run's steps are worth more than this
+        finally:
+            self.optimizer.zero_grad()
+        return str(place) if place else None
 
     def save_weights(self, folder: Path) -> None:
         """Writes the weights as safetensors.

@@ -1,13 +1,12 @@
 """Nested dictionaries of tensors in a folder, through ``torch.distributed.checkpoint``, and back in place.
 
 PyTorch keeps its metadata as a pickle, and reads values that are no tensors as pickles too. Either could run
-code from a folder that somebody else made, so the metadata is read by an unpickler that knows PyTorch's
-description of tensors and nothing else, and values that are no tensors are refused.
+code from a folder that somebody else made. So the metadata is read first by an unpickler that knows PyTorch's
+description of tensors and nothing else, and a folder that holds anything but tensors is refused.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -17,12 +16,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import metadata as described
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
+
+METADATA = ".metadata"
+"""Where ``torch.distributed.checkpoint`` keeps what a folder holds."""
 
 ALLOWED_MODULES = ("torch.distributed.checkpoint.metadata", "pathlib", "pathlib._local")
 ALLOWED = {
@@ -50,22 +51,6 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"its metadata names {module_name}.{global_name}, which is no tensor")
 
 
-class _Reader(FileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> described.Metadata:
-        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, described.Metadata):
-            raise pickle.UnpicklingError("its metadata describes no checkpoint")
-        metadata.storage_meta = metadata.storage_meta or described.StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class _Planner(DefaultLoadPlanner):
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise ValueError(f"{read_item.dest_index.fqn} is no tensor there")
-
-
 def save(state: dict[str, Any], folder: Path) -> None:
     """Writes ``state`` into the empty ``folder``; every file is synced, the names in the folder are not.
 
@@ -77,7 +62,7 @@ def save(state: dict[str, Any], folder: Path) -> None:
     with _plain_errors():
         # One thread: a failure in another one would pass unseen and leave a checkpoint without its tensors.
         writer = FileSystemWriter(folder, thread_count=1, sync_files=True)
-        state_dict_saver.save(state, storage_writer=writer, no_dist=_alone())
+        save_checkpoint(state, storage_writer=writer, no_dist=_alone())
 
 
 def load(state: dict[str, Any], folder: Path) -> None:
@@ -87,7 +72,19 @@ def load(state: dict[str, Any], folder: Path) -> None:
         ValueError: the folder holds other tensors, or something that is none.
     """
     with _plain_errors():
-        state_dict_loader.load(state, storage_reader=_Reader(folder), planner=_Planner(), no_dist=_alone())
+        _check(folder / METADATA)
+        load_checkpoint(state, storage_reader=FileSystemReader(folder), no_dist=_alone())
+
+
+def _check(path: Path) -> None:
+    """Proves that the metadata in ``path`` describes tensors alone, before PyTorch's unpickler sees it."""
+    with path.open("rb") as file:
+        content = _MetadataUnpickler(file).load()
+    if not isinstance(content, Metadata):
+        raise pickle.UnpicklingError("its metadata describes no checkpoint")
+    for name, value in content.state_dict_metadata.items():
+        if not isinstance(value, TensorStorageMetadata):
+            raise pickle.UnpicklingError(f"{name} is no tensor there")
 
 
 def _alone() -> bool:
@@ -106,8 +103,26 @@ def _plain_errors() -> Iterator[None]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as error:
-        causes = [cause for cause, _ in error.failures.values()]
-        first = next((c for c in causes if isinstance(c, (OSError, KeyboardInterrupt))), causes[0])
-        if isinstance(first, REFUSALS):
-            raise ValueError(" ".join(str(first).split())) from None
-        raise first from None
+        raise _plain([cause for cause, _ in error.failures.values()]) from None
+    except REFUSALS as error:
+        raise _plain([error]) from None
+
+
+def _plain(failures: list[BaseException]) -> BaseException:
+    """The failure that explains the others: an interruption, then a file's, then any as a ``ValueError``.
+
+    Where a file takes no more, PyTorch's archive writer complains of its position first.
+    """
+    chains = [list(_chain(failure)) for failure in failures]
+    for kind in (KeyboardInterrupt, OSError):
+        for error in (error for chain in chains for error in chain):
+            if isinstance(error, kind):
+                return error
+    first = failures[0]
+    return ValueError(" ".join(str(first).split())) if isinstance(first, REFUSALS) else first
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
