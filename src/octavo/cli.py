@@ -41,6 +41,7 @@ ELSEWHERE = {
     "run": "octavo.operators.command:run",
     "operators": "octavo.operators.command:app",
     "export": "octavo.serving.command:export",
+    "serve-bench": "octavo.bench.serving.command:serve_bench",
 }
 """Commands that live in other packages, ``module:attribute``; imported when one is called or all are listed.
 
