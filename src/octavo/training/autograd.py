@@ -1,4 +1,4 @@
-"""One autograd Function for linear layers and one for grouped products; every recipe runs through them.
+"""The autograd Function of linear layers; every recipe runs through it, as through that of :mod:`.grouped`.
 
 No FP8 tensor is ever an output of a Function: the engine would cast the incoming gradient to that dtype,
 where 1e-4 becomes 0 without an error. What backward needs of the input is saved in its 8-bit form, made in
@@ -16,9 +16,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from octavo.formats import Format, ScaledTensor
-from octavo.matmul import grouped_mm as grouped_mm_hp
-from octavo.matmul import scaled_grouped_mm, scaled_mm
-from octavo.quantize import alignment, quantize, quantize_both, quantize_grouped
+from octavo.matmul import scaled_mm
+from octavo.quantize import quantize, quantize_both
 from octavo.training.observe import observe
 from octavo.training.recipes import Product, Recipe
 from octavo.training.shared import share
@@ -40,38 +39,17 @@ def linear(
     Raises:
         ValueError: if shapes or dtypes do not fit, as ``F.linear`` would raise.
     """
-    x, weight, bias = _autocast(x, weight, bias)
-    _check(x, weight, x.ndim >= 1 and weight.ndim == 2 and x.shape[-1:] == weight.shape[-1:], "weight[N, K]")
+    x, weight, bias = autocast(x, weight, bias)
+    check(x, weight, x.ndim >= 1 and weight.ndim == 2 and x.shape[-1:] == weight.shape[-1:], "weight[N, K]")
     if not recipe.quantized_products:
         return torch.nn.functional.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias, recipe, stats, torch.is_grad_enabled())
 
 
-def grouped_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    offs: torch.Tensor,
-    bias: torch.Tensor | None,
-    recipe: Recipe,
-    stats: Stats = None,
-) -> torch.Tensor:
-    """``x[rows of g] @ weight[g].T + bias[g]`` for x[M, K], weight[G, N, K], int32 ends offs[G], bias[G, N].
-
-    Rows past the last end are zero in the output and in the gradient of ``x``; an empty group's weight
-    gradient is exactly zero. No scale is shared by two groups.
-
-    Raises:
-        ValueError: if shapes, dtypes or ``offs`` do not fit.
-    """
-    x, weight, bias = _autocast(x, weight, bias)
-    fits = x.ndim == 2 and weight.ndim == 3 and x.shape[1] == weight.shape[2]
-    _check(x, weight, fits, "weight[G, N, K], x a matrix")
-    return _GroupedLinear.apply(x, weight, offs, bias, recipe, stats, torch.is_grad_enabled())
-
-
-def _autocast(
+def autocast(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The operands in the dtype of autocast where that is on, the copy of the weight known to the weight cache."""
     if not autocasts(x):
         return x, weight, bias
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -93,7 +71,8 @@ def flat(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, fits: bool, needed: str) -> None:
+def check(x: torch.Tensor, weight: torch.Tensor, fits: bool, needed: str) -> None:
+    """ValueError unless the shapes fit and the dtypes are one."""
     if not fits or x.dtype != weight.dtype:
         raise ValueError(
             f"need x[..., K] and {needed} of one dtype; got x {tuple(x.shape)} {x.dtype} and weight "
@@ -197,84 +176,3 @@ def _grad_input(
     observe(stats, "grad_input", 0, g, a)
     observe(stats, "grad_input", 1, weight, b, transpose=True)
     return scaled_mm(a, b, out_dtype=g.dtype, fast_accum=product.fast_accum)
-
-
-class _GroupedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        offs: torch.Tensor,
-        bias: torch.Tensor | None,
-        recipe: Recipe,
-        stats: Stats,
-        grad_enabled: bool,
-    ) -> torch.Tensor:
-        output, grad_weight = (recipe.product(name, x.device) for name in ("output", "grad_weight"))
-        needs_weight = grad_enabled and ctx.needs_input_grad[1]
-        saved = None
-        if grad_weight is not None and needs_weight:
-            align = alignment(grad_weight.a, grad_weight.b)
-            saved = quantize_grouped(x, offs, grad_weight.b, transpose=True, align=align)
-        if output is None:
-            out = grouped_mm_hp(x, weight, offs, bias=bias)
-        else:
-            a, b = quantize_grouped(x, offs, output.a), quantize_weight(weight, output.b)
-            observe(stats, "output", 0, x, a)
-            observe(stats, "output", 1, weight, b)
-            out = scaled_grouped_mm(a, b, offs, bias=bias, out_dtype=x.dtype, fast_accum=output.fast_accum)
-        save(ctx, x if needs_weight else x.new_empty(0), saved, weight, offs)
-        ctx.recipe, ctx.stats = recipe, stats
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (g,) = grads
-        x, saved, weight, offs = restore(ctx)
-        grad_input, grad_weight = (ctx.recipe.product(n, g.device) for n in ("grad_input", "grad_weight"))
-        needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad[:4]
-        dx = dw = None
-        with without_autocast(g):
-            if needs_x:
-                dx = _grouped_grad_input(ctx.stats, g, weight, offs, grad_input)
-            if needs_weight:
-                dw = _grouped_grad_weight(ctx.stats, g, x, saved, offs, grad_weight, weight.dtype)
-        db = _group_sums(g, offs) if needs_bias else None
-        return dx, dw, None, db, None, None, None
-
-
-def _grouped_grad_input(
-    stats: Stats, g: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, product: Product | None
-) -> torch.Tensor:
-    if product is None:
-        return grouped_mm_hp(g, weight.mT.contiguous(), offs)
-    a, b = quantize_grouped(g, offs, product.a), quantize_weight(weight, product.b, transpose=True, after=g)
-    observe(stats, "grad_input", 0, g, a)
-    observe(stats, "grad_input", 1, weight, b, transpose=True)
-    return scaled_grouped_mm(a, b, offs, out_dtype=g.dtype, fast_accum=product.fast_accum)
-
-
-def _grouped_grad_weight(
-    stats: Stats,
-    g: torch.Tensor,
-    x: torch.Tensor | None,
-    saved: ScaledTensor | None,
-    offs: torch.Tensor,
-    product: Product | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    if product is None or saved is None:
-        assert x is not None
-        return grouped_mm_hp(g.T, x.T, offs)
-    a = quantize_grouped(g, offs, product.a, transpose=True, align=alignment(product.a, product.b))
-    return scaled_grouped_mm(a, saved, out_dtype=dtype, fast_accum=product.fast_accum)
-
-
-def _group_sums(g: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """[G, N] sums of the rows of each group; rows past the last end belong to none."""
-    rows = torch.arange(g.shape[0], device=g.device)
-    member = torch.searchsorted(offs, rows, right=True)
-    sums = g.new_zeros((offs.shape[0] + 1, g.shape[1]), dtype=torch.float32)
-    return sums.index_add_(0, member, g.float())[:-1].to(g.dtype)

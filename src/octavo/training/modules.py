@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from octavo.training.autograd import grouped_linear
+from octavo.training.grouped import grouped_linear, grouped_outer
 from octavo.training.parallel import linear
 from octavo.training.recipes import BF16, Recipe, get_recipe
 
@@ -63,18 +63,32 @@ def grouped_mm(
     bias: torch.Tensor | None = None,
     recipe: str | Recipe = "rowwise",
 ) -> torch.Tensor:
-    """``torch._grouped_mm(a, b, offs)`` by a recipe: rows of group g of a[M, K] times b[g] of b[G, K, N].
+    """``torch._grouped_mm(a, b, offs)`` by a recipe, in two forms.
+
+    * rows by expert: rows of group g of a[M, K] times b[g] of b[G, K, N] -> [M, N];
+    * over groups: a[N, M] times b[M, K], a product for the rows of each group -> [G, N, K]. This is the weight
+      gradient of the first form and runs in the formats of the recipe's ``grad_weight``.
 
     Args:
-        b: usually the transposed view of expert weights [G, N, K], as for PyTorch's operator.
-        offs: int32 [G] cumulative group ends on the device; rows past the last are zero in the output and in
-            the gradient of ``a``; a group may be empty.
-        bias: [G, N].
+        b: in the first form usually the transposed view of expert weights [G, N, K], as for PyTorch's operator.
+        offs: int32 [G] cumulative group ends along M on the device. Groups may be empty; rows past the last end
+            are zero in the output and in the gradient of ``a``, and an empty group is exactly zero in the product
+            over groups and in the gradient of ``b``.
+        bias: [G, N], in the first form.
 
     Returns:
-        [M, N] in the dtype of ``a``, with gradients for ``a``, ``b`` and ``bias``.
+        The product in the dtype of ``a``, with gradients for ``a``, ``b`` and ``bias``. The host never waits for
+        the device, whatever the sizes of the groups.
 
     Raises:
         ValueError: for an unknown recipe, or shapes and dtypes that do not fit.
     """
-    return grouped_linear(a, b.mT, offs, bias, get_recipe(recipe))
+    recipe = get_recipe(recipe)
+    if a.ndim == 2 and b.ndim == 3:
+        return grouped_linear(a, b.mT, offs, bias, recipe)
+    if bias is not None or a.ndim != 2 or b.ndim != 2:
+        raise ValueError(
+            "grouped_mm takes a[M, K], b[G, K, N], offs[G] and bias[G, N], or a[N, M], b[M, K] and offs[G] without a "
+            f"bias; got a {tuple(a.shape)}, b {tuple(b.shape)} and {'no' if bias is None else 'a'} bias"
+        )
+    return grouped_outer(a.mT, b, offs, recipe)
