@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +74,13 @@ def test_presets_have_the_published_number_of_parameters(name: str, parameters: 
 
 def test_every_preset_is_covered_above() -> None:
     assert list(PRESETS) == ["deepseek-v3-debug", "deepseek-v2-lite", "deepseek-moe-16b", "deepseek-v3"]
+
+
+def test_documentation_has_the_parameters_of_every_preset() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    for name in models.names():
+        count = sum(p.numel() for p in models.preset(name).build("meta").parameters())
+        assert f"| `{name}` | {count:,} |" in text
 
 
 @pytest.mark.parametrize(

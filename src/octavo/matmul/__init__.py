@@ -12,7 +12,7 @@ import torch
 
 from octavo import dispatch, library
 from octavo.formats import Format, ScaledTensor, ScaleLayout
-from octavo.quantize import check_offs, check_offs_values
+from octavo.quantize import alignment, check_offs, check_offs_values
 
 __all__ = ["grouped_mm", "register_flop_formulas", "scaled_grouped_mm", "scaled_mm"]
 
@@ -254,19 +254,31 @@ _register()
 def register_flop_formulas() -> None:
     """Teach ``torch.utils.flop_counter`` the ops of this package, once; 2 M N K a product.
 
-    Products over groups count the padded capacity, an upper bound that needs no look at the sizes.
+    Products over groups count the rows before padding, within one ``align``: the padded capacity, which alone
+    needs no look at the sizes, less what the groups may be padded by. A layout of a larger ``align`` than its
+    formats need counts too many.
     """
     from torch.utils import flop_counter
 
     def scaled(a: list[int], a_scale: object, a_format: str, b: list[int], *_: object, **__: object) -> int:
         return 2 * a[0] * b[-2] * a[-1] * Format.from_key(a_format).element.packed
 
+    def grouped(
+        a: list[int], a_scale: object, a_format: str, b: list[int], b_scale: object, b_format: str,
+        offs: list[int], *_: object, **__: object,
+    ) -> int:  # fmt: skip
+        contraction = a[-1] * Format.from_key(a_format).element.packed
+        if len(b) == 2:
+            align = alignment(Format.from_key(a_format), Format.from_key(b_format))
+            contraction -= offs[0] * (align - 1)
+        return 2 * a[0] * b[-2] * contraction
+
     def plain(a: list[int], b: list[int], *_: object, **__: object) -> int:
         return 2 * a[0] * b[-2] * a[-1]
 
     formulas: dict[str, Callable[..., int]] = {
         "scaled_mm": scaled,
-        "scaled_grouped_mm": scaled,
+        "scaled_grouped_mm": grouped,
         "grouped_mm": plain,
     }
     for name, formula in formulas.items():
