@@ -32,10 +32,11 @@ OPERATORS = {
     "topk": "octavo.operators.topk",
     "rms_norm": "octavo.operators.rms_norm",
     "attention": "octavo.operators.attention",
+    "gemm": "octavo.operators.gemm",
 }
 """Names that ``enable`` takes, and the module that holds each one's OVERRIDES."""
 
-MEASURED = ("topk", "rms_norm", "rms_norm_backward", "attention", "attention_backward")
+MEASURED = ("topk", "rms_norm", "rms_norm_backward", "attention", "attention_backward", "scaled_mm")
 """Names in the tables of wins: an operator's forward and backward win or lose apart."""
 
 ENVIRONMENT = "OCTAVO_OPERATORS"

@@ -1,0 +1,34 @@
+"""Matrix products behind PyTorch's operators: MX products where hardware has none, and 16-bit rows by narrow weights.
+
+``F.scaled_mm`` with ``BlockWise1x32`` (``aten::_scaled_mm_v2``) and ``torch._scaled_mm`` with e8m0 scales raise on
+Hopper and MI300; with ``octavo.operators.enable("gemm")`` they run there, decoded exactly inside the kernel. What the
+kernels are right for is decided in :mod:`.scaled`; a refused call keeps PyTorch's kernel and its error.
+:func:`mixed_mm` is no operator of PyTorch's: layers of :mod:`octavo.serving` call it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.operators.gemm import scaled
+from octavo.operators.gemm.mixed import mixed_mm
+from octavo.operators.gemm.scaled import scaled_mm
+from octavo.operators.override import Override
+
+__all__ = ["OVERRIDES", "mixed_mm", "scaled_mm"]
+
+
+def _exists(overload: str) -> bool:
+    """Whether this PyTorch has the operator; the newer ones of those below came one by one."""
+    name, _, variant = overload.removeprefix("aten::").partition(".")
+    packet = getattr(torch.ops.aten, name, None)
+    return packet is not None and (variant or "default") in packet.overloads()
+
+
+_OVERRIDES = (
+    Override("aten::_scaled_mm_v2", scaled.why_not_v2, scaled.measured_v2, scaled.run_v2),
+    Override("aten::_scaled_mm_v2.out", scaled.why_not_v2_out, scaled.measured_v2, scaled.run_v2),
+    Override("aten::_scaled_mm", scaled.why_not_v1, scaled.measured_v2, scaled.run_v1),
+    Override("aten::_scaled_mm.out", scaled.why_not_v1_out, scaled.measured_v2, scaled.run_v1),
+)
+OVERRIDES = tuple(override for override in _OVERRIDES if _exists(override.overload))

@@ -1,0 +1,111 @@
+"""Checks of the overrides of the gemm operator on the CPU, registered under the CPU key for this process alone.
+
+TRITON_INTERPRET=1 python tests/operators/gemm_registry.py scaled|refusals|empty
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gemm_checks import compare, operand, swizzle
+
+from octavo import operators
+from octavo.formats import MXFP4, MXFP8
+from octavo.matmul import reference
+from octavo.operators import gemm, registry
+
+BF16 = torch.bfloat16
+SCALED_MM = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+
+
+def register() -> None:
+    """Route every overload at the CPU key; the kernels run in Triton's interpreter."""
+    from octavo.check.interpreter import install
+
+    install()
+    registry.register_for_test("gemm", gemm.OVERRIDES, "CPU")
+
+
+def counts() -> dict[str, tuple[int, dict[str, int]]]:
+    """Calls taken, and refused by reason, of each overload that was called."""
+    found = {s.overload.removeprefix("aten::"): (s.taken, s.refused) for s in operators.status()}
+    return {name: (taken, refused) for name, (taken, refused) in found.items() if taken or refused}
+
+
+def scaled() -> None:
+    """``F.scaled_mm`` and ``torch._scaled_mm`` with MX operands: taken, right, and back to PyTorch when off."""
+    register()
+    recipe, none, blocked = (
+        F.ScalingType.BlockWise1x32,
+        F.SwizzleType.NO_SWIZZLE,
+        F.SwizzleType.SWIZZLE_32_4_4,
+    )
+    for fmt in (MXFP8, MXFP4):
+        a, b = operand(37, 160, fmt, 1), operand(48, 160, fmt, 2)
+        sa, sb = swizzle(a).scale, swizzle(b).scale
+        bias = torch.randn(48).bfloat16()
+        want = reference.scaled_mm(a, b, bias, BF16, False)
+        with operators.enabled("gemm", force=True):
+            plain = F.scaled_mm(a.data, b.data.t(), a.scale, recipe, b.scale, recipe, none, none, bias)
+            got = F.scaled_mm(a.data, b.data.t(), sa, recipe, sb, recipe, blocked, blocked, bias)
+            old = SCALED_MM(a.data, b.data.t(), sa, sb, bias, out_dtype=BF16)
+            out = torch.empty_like(got)
+            SCALED_MM(a.data, b.data.t(), sa, sb, bias, out_dtype=BF16, out=out)
+        compare(got, want, 45.0, str(fmt))
+        assert torch.equal(got, plain)
+        assert torch.equal(got, old)
+        assert torch.equal(got, out)
+    assert counts() == {"_scaled_mm_v2": (4, {}), "_scaled_mm": (2, {}), "_scaled_mm.out": (2, {})}
+    with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
+        F.scaled_mm(a.data, b.data.t(), sa, recipe, sb, recipe, blocked, blocked, bias)
+
+
+def _stock(call) -> tuple[type, str]:
+    with pytest.raises(Exception) as found:
+        call()
+    return found.type, str(found.value)
+
+
+def refusals() -> None:
+    """What is refused behaves as without Octavo: the same results, the same errors."""
+    a, b = operand(32, 64, MXFP8, 1), operand(48, 64, MXFP8, 2)
+    one = torch.ones(())
+    sa, sb = swizzle(a).scale, swizzle(b).scale
+    wrong = {
+        "there are not as many scales": lambda: SCALED_MM(a.data, b.data.t(), sa[:-1], sb, out_dtype=BF16),
+        "not bfloat16, float16 or float32": lambda: SCALED_MM(a.data, b.data.t(), sa, sb),
+        "that can be multiplied": lambda: SCALED_MM(a.data, b.data, sa, sb, out_dtype=BF16),
+        "multiples of 16": lambda: SCALED_MM(a.data, b.data[:7].t(), sa, sb, out_dtype=BF16),
+    }
+    tensorwise = lambda: SCALED_MM(a.data, b.data.t(), one, one, out_dtype=BF16)  # noqa: E731
+    before, errors = tensorwise(), {reason: _stock(call) for reason, call in wrong.items()}
+    register()
+    with operators.enabled("gemm", force=True):
+        assert torch.equal(tensorwise(), before)
+        for reason, call in wrong.items():
+            assert _stock(call) == errors[reason], reason
+    taken, refused = counts()["_scaled_mm"]
+    assert taken == 0
+    for words in ("not BlockWise1x32", *wrong):
+        assert sum(n for reason, n in refused.items() if words in reason) == 1, (words, refused)
+
+
+def empty() -> None:
+    """Without rows, columns or a contraction PyTorch answers, with Octavo on as without it."""
+    register()
+    for m, n, k in ((0, 16, 32), (16, 0, 32), (16, 16, 0)):
+        a, b = torch.empty(m, k, dtype=torch.float8_e4m3fn), torch.empty(n, k, dtype=torch.float8_e4m3fn)
+        scale = torch.empty(0, dtype=torch.float8_e8m0fnu)
+        assert gemm.scaled.why_not_v1(a, b.t(), scale, scale, out_dtype=BF16) == "an extent is zero"
+        calls = [lambda a=a, b=b: SCALED_MM(a, b.t(), torch.ones(()), torch.ones(()), out_dtype=BF16)]
+        with operators.enabled("gemm", force=True):
+            on = [call() for call in calls]
+        assert all(torch.equal(x, call()) for x, call in zip(on, calls))
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
+    print(sys.argv[1], "passed")
