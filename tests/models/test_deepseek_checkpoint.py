@@ -120,6 +120,30 @@ def test_a_model_of_transformers_gives_its_logits_here(variant: str, tmp_path: P
     compare(ours, theirs)
 
 
+@pytest.mark.parametrize("variant", ["v3", "v2 with groups"])
+def test_gradients_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
+    theirs = transformers_model(variant, tmp_path / "config")
+    theirs.save_pretrained(tmp_path / "model")
+    ours = models.from_pretrained(tmp_path / "model")
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 37, (2, 50), generator=generator)
+    direction = torch.randn(2, 50, 37, generator=generator)
+    (ours(tokens) * direction).sum().backward()
+    (theirs(tokens).logits * direction).sum().backward()
+    for own, other in {
+        "tok_embeddings.weight": "model.embed_tokens.weight",
+        "layers.0.attention.wkv_a.weight": "model.layers.0.self_attn.kv_a_proj_with_mqa.weight",
+        "layers.1.moe.router.gate.weight": "model.layers.1.mlp.gate.weight",
+        "layers.2.moe.router.gate.weight": "model.layers.2.mlp.gate.weight",
+        "layers.2.moe.experts.w2": "model.layers.2.mlp.experts.down_proj",
+    }.items():
+        found, expected = ours.get_parameter(own).grad, theirs.get_parameter(other).grad
+        assert found is not None
+        assert expected is not None
+        assert expected.norm() > 1e-3, own
+        assert (found - expected).norm() < 1e-4 * expected.norm(), own
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_model_from_here_gives_its_logits_in_transformers(variant: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="needs the extra octavo[hf]")
