@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fused": CORE | {"quantize", "matmul"},
     "training": KERNELS,
     "operators": KERNELS,
-    "integrations": KERNELS | {"training"},
+    "integrations": KERNELS | {"training", "operators", "serving"},
     "testing": set(),
     "__main__": {"cli"},
 }
