@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from octavo.trainer import job as jobs
-from octavo.trainer import loop, plot, report
+from octavo.trainer import loop, plot, report, report_files
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.progress import RunProgress
 from octavo.trainer.records import Run, Step
@@ -40,7 +40,7 @@ def test_a_comparison_writes_its_report(job: Job) -> None:
     }
     assert (content["report"], content["schema"], content["command"]) == (
         "octavo train",
-        1,
+        2,
         "octavo train --test",
     )
     assert content["config"]["steps"] == 4
@@ -62,7 +62,8 @@ def test_a_comparison_writes_its_report(job: Job) -> None:
     for loss in ("final_loss", "validation_loss"):
         expected = 100 * (fp8[loss] - exact[loss]) / exact[loss]
         assert fp8[f"{loss}_difference_percent"] == pytest.approx(expected)
-    assert f"written: {config.out / 'report.json'}, {config.out / 'loss.png'}" in shown
+    files = ", ".join(str(config.out / name) for name in report_files.NAMES)
+    assert f"written: {files}" in shown
 
 
 def test_a_comparison_ends_with_a_table(job: Job) -> None:
@@ -114,7 +115,7 @@ def test_the_picture_shows_both_losses_and_their_difference(job: Job) -> None:
 def test_a_job_leaves_no_other_files_and_can_be_repeated(job: Job) -> None:
     first = run_job(job())[2]
     second = run_job(job())[2]
-    assert sorted(path.name for path in job().out.iterdir()) == ["loss.png", "report.json"]
+    assert sorted(path.name for path in job().out.iterdir()) == sorted(report_files.NAMES)
     assert first["runs"][0]["loss"] == second["runs"][0]["loss"]
 
 

@@ -40,19 +40,33 @@ def _style(axes: Axes, ylabel: str) -> None:
 def _label(run: dict[str, Any]) -> str:
     loss = "" if run["final_loss"] is None else f"   final loss {run['final_loss']:.4f}"
     share = f", {run['fp8_flops_share']:.0%} of FLOPs in FP8" if run["fp8_flops_share"] else ""
-    return f"{run['recipe']}{loss}{share}"
+    return f"{run['name']}{loss}{share}"
+
+
+def _floats(losses: list[float | None]) -> np.ndarray:
+    """Losses as numbers, NaN for the null of a file."""
+    return np.array(losses, dtype=np.float64)
+
+
+def _steps(config: dict[str, Any]) -> str:
+    """How many steps there were, if all runs had as many."""
+    return f"{config['steps']} steps" if "steps" in config else "steps"
+
+
+def _dtype(config: dict[str, Any]) -> str:
+    return f"; {config['dtype']} outside FP8 products" if "dtype" in config else ""
 
 
 def _plot_losses(
-    axes: Axes, runs: list[dict[str, Any]], baseline: str | None, colours: dict[str, str]
+    axes: Axes, runs: list[dict[str, Any]], baseline: str | None, colours: dict[str, str], unit: str
 ) -> None:
     for run in runs:
         # The baseline lies wide and pale beneath, since the curves that matter cover it.
-        width = 5.0 if run["recipe"] == baseline else 1.6
+        width = 5.0 if run["name"] == baseline else 1.6
         steps = range(1, len(run["loss"]) + 1)
-        axes.plot(steps, run["loss"], color=colours[run["recipe"]], linewidth=width, label=_label(run))
+        axes.plot(steps, _floats(run["loss"]), color=colours[run["name"]], linewidth=width, label=_label(run))
     axes.legend(fontsize=11, frameon=False, labelcolor=INK)
-    _style(axes, "training loss (nats per byte)")
+    _style(axes, f"training loss (nats per {unit})")
 
 
 def _plot_differences(
@@ -64,14 +78,14 @@ def _plot_differences(
         if run is base:
             continue
         common = min(len(run["loss"]), len(base["loss"]))
-        reference = np.asarray(base["loss"][:common])
-        percent = 100.0 * (np.asarray(run["loss"][:common]) - reference) / reference
+        reference = _floats(base["loss"][:common])
+        percent = 100.0 * (_floats(run["loss"][:common]) - reference) / reference
         steps = range(1, common + 1)
-        colour = colours[run["recipe"]]
+        colour = colours[run["name"]]
         axes.plot(steps, percent, color=colour, linewidth=0.9, alpha=0.45 if width > 1 else 1.0)
         if width > 1:
             axes.plot(steps, running_mean(percent, width), color=colour, linewidth=2.0)
-    _style(axes, f"difference\nto {base['recipe']} (%)")
+    _style(axes, f"difference\nto {base['name']} (%)")
     if width > 1:
         note = f"thin: each step, thick: mean of {width} steps"
         axes.set_title(note, loc="right", fontsize=10, color=FAINT)
@@ -83,11 +97,11 @@ def write_png(data: dict[str, Any], path: Path) -> None:
     Above, each run's loss; below, where there is a baseline and another run, the difference to it in percent.
     """
     runs, baseline, config, model = data["runs"], data["baseline"], data["config"], data["model"]
-    others = [run["recipe"] for run in runs if run["recipe"] != baseline]
+    others = [run["name"] for run in runs if run["name"] != baseline]
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(others)}
     if baseline:
         colours[baseline] = BASELINE_COLOUR
-    base = next((run for run in runs if run["recipe"] == baseline and run["loss"]), None)
+    base = next((run for run in runs if run["name"] == baseline and run["loss"]), None)
 
     figure = Figure(
         figsize=(10, 6.8 if base and others else 4.8), dpi=150, layout="constrained", facecolor="white"
@@ -97,17 +111,18 @@ def write_png(data: dict[str, Any], path: Path) -> None:
         _plot_differences(lower, runs, base, colours)
     else:
         upper = lower = figure.subplots()
-    _plot_losses(upper, runs, baseline, colours)
+    unit = "token" if config.get("tokenizer") else "byte"
+    _plot_losses(upper, runs, baseline, colours, unit)
     lower.set_xlabel("step", fontsize=12, color=INK)
-    lower.set_xlim(1, max(2, config["steps"]))
+    lower.set_xlim(1, max(2, *(len(run["loss"]) for run in runs)) if runs else 2)
     lower.xaxis.set_major_locator(MaxNLocator(integer=True))
     title = f"{model['name']}, {model['parameters'] / 1e6:,.1f} M parameters"
     upper.set_title(title, loc="left", pad=30, fontsize=16, fontweight="bold", color=INK)
     upper.text(
         0.0,
         1.035,
-        f"{config['steps']} steps of {config['batch_size']} x {config['seq_len']} bytes from "
-        f"{data['data']['source']}; {config['dtype']} outside FP8 products",
+        f"{_steps(config)} of {config['batch_size']} x {config['seq_len']} {unit}s from "
+        f"{data['data']['source']}{_dtype(config)}",
         transform=upper.transAxes,
         fontsize=11,
         color=FAINT,

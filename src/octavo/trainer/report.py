@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,14 @@ from rich.table import Table
 
 from octavo import models
 from octavo._version import __version__
-from octavo.trainer import flops
+from octavo.trainer import flops, operand_stats
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.data import Corpus
 from octavo.trainer.records import FINAL_STEPS, Run
 
-SCHEMA = 1
+SCHEMA = 2
+KIND = "octavo train"
+MAX_EXPONENT = math.log(sys.float_info.max)
 
 
 def difference_percent(value: float | None, reference: float | None) -> float | None:
@@ -36,15 +40,25 @@ def baseline_of(config: TrainConfig, runs: list[Run]) -> Run | None:
     return next((run for run in runs if run.recipe == config.baseline and run.status == "finished"), None)
 
 
+def perplexity(loss: float | None) -> float | None:
+    """``exp`` of a loss in nats a token; None where there is none, or where it is larger than any number."""
+    if loss is None or not loss < MAX_EXPONENT:  # false for NaN too
+        return None
+    return math.exp(loss)
+
+
 def _run_as_data(config: TrainConfig, run: Run, baseline: Run | None) -> dict[str, Any]:
     compared = baseline if baseline is not run and run.status == "finished" else None
     return {
+        "name": run.recipe,
         "recipe": run.recipe,
         "status": run.status,
+        "failure": run.failure,
         "converted_layers": run.converted,
         "steps": len(run.steps),
         "final_loss": run.final_loss,
         "validation_loss": run.validation_loss,
+        "perplexity": perplexity(run.validation_loss),
         "compared_with": compared.recipe if compared else None,
         "final_loss_difference_percent": difference_percent(
             run.final_loss, compared.final_loss if compared else None
@@ -53,6 +67,8 @@ def _run_as_data(config: TrainConfig, run: Run, baseline: Run | None) -> dict[st
             run.validation_loss, compared.validation_loss if compared else None
         ),
         "tokens_per_second": run.tokens_per_second(config.tokens_per_step),
+        "mfu": run.mfu,
+        "peak_memory_bytes": run.peak_memory,
         "fp8_flops_share": flops.fp8_share(run.flops),
         "flops_per_step": run.flops,
         "wall_seconds": run.wall_seconds,
@@ -60,6 +76,7 @@ def _run_as_data(config: TrainConfig, run: Run, baseline: Run | None) -> dict[st
         "grad_norm": [step.grad_norm for step in run.steps],
         "learning_rate": [step.learning_rate for step in run.steps],
         "step_seconds": [step.seconds for step in run.steps],
+        "operands": operand_stats.over_steps(run.steps),
     }
 
 
@@ -76,15 +93,17 @@ def parameter_count(model: str) -> int:
 
 
 def as_data(config: TrainConfig, corpus: Corpus, runs: list[Run], command: str) -> dict[str, Any]:
-    """Everything about the job as plain data, the content of ``report.json``.
+    """Everything about the job as plain data, the content of ``report.json``; NaN and inf are None.
 
     Losses are in nats a token, times in seconds, shares from 0 to 1. ``final_loss`` is the mean over the last
-    ``final_loss_steps`` steps; ``tokens_per_second`` is that of the median step; ``flops_per_step`` was
-    counted while one step ran, without causal attention's saving.
+    ``final_loss_steps`` steps; ``tokens_per_second`` and ``mfu`` are those of the median step;
+    ``flops_per_step`` was counted while one step ran, without causal attention's saving;
+    ``peak_memory_bytes`` is of tensors on a GPU, of the whole process on a CPU, without watched steps;
+    ``operands`` is what :func:`octavo.trainer.operand_stats.over_steps` gives.
     """
     baseline = baseline_of(config, runs)
-    return {
-        "report": "octavo train",
+    content = {
+        "report": KIND,
         "schema": SCHEMA,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": command,
@@ -107,21 +126,22 @@ def as_data(config: TrainConfig, corpus: Corpus, runs: list[Run], command: str) 
         "baseline": config.baseline,
         "runs": [_run_as_data(config, run, baseline) for run in runs],
     }
+    return finite(content)
 
 
 def write_json(data: dict[str, Any], path: Path) -> None:
     """Writes ``data`` to ``path`` in one move, so that nobody reads half of it. NaN and inf become null."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(_finite(data), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(finite(data), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(partial, path)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """``value`` with null for each number that JSON cannot hold."""
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not abs(value) < float("inf") else value
 
 
