@@ -10,6 +10,7 @@ from octavo.hardware import native_format
 from octavo.matmul import scaled_grouped_mm, scaled_mm
 from octavo.quantize import dequantize, quantize, quantize_both, quantize_grouped
 from octavo.training.convert import ConvertReport, convert
+from octavo.training.experts import GroupedExperts
 from octavo.training.fsdp import prepare_fsdp
 from octavo.training.modules import Linear, grouped_mm
 from octavo.training.modules import linear_function as linear
@@ -24,6 +25,7 @@ __all__ = [
     "ConvertReport",
     "Element",
     "Format",
+    "GroupedExperts",
     "Linear",
     "Monitor",
     "Product",
