@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+REMEDIES = {
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+}
+
 
 class WriteError(Exception):
-    """A file of the run could not be written. The message is one line: which one and why."""
+    """A file of the run could not be written. The message is one line: which one, why, and what to do.
+
+    Args:
+        path: the file, or the folder it was to go to.
+        error: what the system said.
+    """
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        remedy = REMEDIES.get(error.errno or 0, "make it writable")
+        super().__init__(f"cannot write {str(path)!r} ({error.strerror or error}): {remedy}")
 
 
 @contextlib.contextmanager
@@ -20,7 +37,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise WriteError(f"cannot write {str(path)!r} ({error.strerror or error})") from error
+        raise WriteError(path, error) from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -42,6 +59,16 @@ def write_json(path: Path, content: Any) -> None:
         os.fsync(file.fileno())
     os.replace(partial, path)
     sync_folder(path.parent)
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copies the content of ``source`` to ``target``, which then holds either the old or the new whole."""
+    partial = target.with_name(target.name + ".partial")
+    shutil.copyfile(source, partial)
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(partial, target)
+    sync_folder(target.parent)
 
 
 def finite(value: Any) -> Any:

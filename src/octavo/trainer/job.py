@@ -41,6 +41,12 @@ def prepare(config: TrainConfig) -> Corpus:
     ):
         if folder is not None:
             check_writable(folder, option)
+    if config.log and config.log.is_dir():
+        raise UserError(f"--log {str(config.log)!r} is a folder: give the name of a file")
+    if config.save_final and config.save_final.suffix == ".safetensors":
+        raise UserError(
+            f"--save-final {str(config.save_final)!r} is to be a folder: give a name without .safetensors"
+        )
     return corpus
 
 
@@ -80,7 +86,8 @@ def run(config: TrainConfig, corpus: Corpus, console: Console, command: str) -> 
     status = _conclude(config, runs[-1], places[runs[-1].recipe], stopping, console, command)
     if isinstance(written, OSError):
         path = written.filename or config.out
-        _line(console, f"cannot write {path} ({written.strerror}): make room and train again", "red")
+        again = "run it again with --resume" if config.checkpoint_dir else "train again"
+        _line(console, f"cannot write {path} ({written.strerror}): make room and {again}", "red")
         return status or EXIT_FAILED
     _line(console, f"written: {', '.join(map(str, written))}")
     return status
@@ -117,9 +124,16 @@ def _start(
             )
         return None
     finished = checkpoints.finished()
-    if finished is not None and not (config.save_final and not config.final_folder(recipe).exists()):
-        return Run(**finished, steps=checkpoints.history(), status="finished")
+    whole = Run(**finished, steps=checkpoints.history(), status="finished") if finished else None
+    if whole and not config.save_final:
+        return whole
+    # What lies in --save-final may be another run's weights, so a finished run writes its own again.
     saved = checkpoints.find(lambda text: _line(console, text, "yellow"))
+    if whole and saved is None:
+        raise UserError(
+            f"the run in {str(checkpoints.folder)!r} is finished but has no checkpoint any more to write "
+            f"--save-final from: leave that option out, or train anew in another --checkpoint-dir"
+        )
     if saved is None:
         _line(console, f"{recipe}: no checkpoint yet in {str(checkpoints.folder)!r}, starting at step 1")
     return saved
@@ -172,10 +186,13 @@ def _try_to_write(config: TrainConfig, corpus: Corpus, runs: list[Run], command:
 
 def write(config: TrainConfig, corpus: Corpus, runs: list[Run], command: str) -> list[Path]:
     """Writes the report of the runs so far into ``config.out``; returns the files."""
-    from octavo.trainer import report_files
+    from octavo.trainer import plot
 
     content = report.as_data(config, corpus, runs, command)
-    return report_files.write(content, config.out)
+    files = [config.out / "report.json", config.out / "loss.png"]
+    report.write_json(content, files[0])
+    plot.write_png(content, files[1])
+    return files
 
 
 def _conclude(
@@ -190,7 +207,7 @@ def _conclude(
     saved = checkpoints.saved if checkpoints else None
     kept = f"; the last good checkpoint is {str(saved)!r}" if saved else ""
     resume = command if config.resume else f"{command} --resume"
-    on = f"; go on with: {resume}" if checkpoints else ""
+    on = f"; go on with: {resume}" if checkpoints else "; nothing is kept without --checkpoint-dir"
     if last.status == "non-finite":
         step = last.steps[-1]
         where = f", first in {last.failure}" if last.failure else ""
@@ -203,10 +220,11 @@ def _conclude(
         )
         return EXIT_FAILED
     if last.status == "unwritable":
-        _line(console, f"{last.recipe} stopped: {last.failure}{kept}; make room{on}", "red")
+        _line(console, f"{last.recipe} stopped: {last.failure}{kept}{on}", "red")
         return EXIT_FAILED
     if last.status == "interrupted":
-        _line(console, f"{last.recipe} was interrupted after step {len(last.steps)}{kept}{on}", "yellow")
+        done = last.steps[-1].number if last.steps else 0
+        _line(console, f"{last.recipe} was interrupted after step {done}{kept}{on}", "yellow")
         return stopping.exit_status
     if stopping() and len(config.recipes) > 1 and last.recipe != config.recipes[-1]:
         _line(console, f"interrupted after {last.recipe} was finished{on}", "yellow")

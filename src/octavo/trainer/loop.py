@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import octavo
 from octavo import models
 from octavo.errors import UserError
-from octavo.trainer import blocks, flops, memory, nonfinite, operand_stats, peaks
+from octavo.trainer import blocks, data, files, flops, memory, nonfinite, operand_stats, peaks
 from octavo.trainer.checkpoint import Checkpoints, Saved, run_as_data
 from octavo.trainer.config import DTYPES, TrainConfig
 from octavo.trainer.data import Batches, Corpus, validation_batches
@@ -139,13 +139,21 @@ class Trainer:
         return str(place) if place else None
 
     def save_weights(self, folder: Path) -> None:
-        """Writes the weights as safetensors.
+        """Writes the weights as safetensors, the tokenizer's files beside them, and what transformers needs.
+
+        The weights come last: a folder that has them has the rest.
 
         Raises:
             WriteError: the folder cannot be written.
         """
+        end = self.corpus.end_of_text
         with writing(folder):
-            models.save_safetensors(self.model, folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, file in data.tokenizer_files(self.config.tokenizer).items():
+                files.copy(file, folder / name)
+            models.save_safetensors(
+                self.model, folder, extra_config={} if end is None else {"eos_token_id": end}
+            )
 
     @torch.no_grad()
     def validate(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -29,7 +30,9 @@ class Stopping:
 
     def __enter__(self) -> Stopping:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            # A signal that is ignored stays so: a shell ignores SIGINT for what it runs in the background.
+            heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._handle) for number in heard}
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -40,7 +43,8 @@ class Stopping:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
-        # Straight to the descriptor: a handler may have interrupted a write to the stream.
-        os.write(
-            2, f"\noctavo: {self.signal.name}: stopping after this step; again to stop at once\n".encode()
-        )
+        text = f"\noctavo: {self.signal.name}: stopping after this step; again to stop at once\n"
+        with contextlib.suppress(OSError):  # there may be no terminal any more
+            os.write(
+                2, text.encode()
+            )  # to the descriptor: a handler may have interrupted a write to the stream

@@ -10,6 +10,7 @@ from typing import Any
 
 from octavo.trainer import operand_stats
 from octavo.trainer.config import TrainConfig
+from octavo.trainer.files import writing
 from octavo.trainer.journal import Journal
 from octavo.trainer.records import Step
 
@@ -54,8 +55,15 @@ def _to_log(stack: contextlib.ExitStack, config: TrainConfig, recipe: str, after
 def _to_tensorboard(stack: contextlib.ExitStack, folder: Path, after: int) -> Watcher:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(folder), purge_step=after + 1 if after else None)
-    stack.callback(writer.close)
+    # What an earlier run wrote there about the steps to come goes out of sight.
+    with writing(folder):
+        writer = SummaryWriter(str(folder), purge_step=after + 1)
+
+    def close() -> None:
+        with writing(folder):
+            writer.close()
+
+    stack.callback(close)
 
     def write(step: Step) -> None:
         values = dataclasses.asdict(step)
@@ -63,8 +71,9 @@ def _to_tensorboard(stack: contextlib.ExitStack, folder: Path, after: int) -> Wa
         for operand in values.pop("operands") or ():
             place = "/".join(operand[part] for part in operand_stats.NAMES)
             values |= {f"{name}/{place}": operand[name] for name in operand_stats.MEASURES}
-        for name, value in values.items():
-            if value is not None:
-                writer.add_scalar(name, value, number)
+        with writing(folder):
+            for name, value in values.items():
+                if value is not None:
+                    writer.add_scalar(name, value, number)
 
     return write

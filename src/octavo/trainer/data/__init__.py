@@ -11,7 +11,7 @@ from __future__ import annotations
 from octavo.trainer.data.corpus import Corpus, load
 from octavo.trainer.data.documents import standard_library
 from octavo.trainer.data.packing import Batches, validation_batches
-from octavo.trainer.data.tokens import VOCAB_SIZE, Bytes, TokenizerFile, read_tokenizer
+from octavo.trainer.data.tokens import VOCAB_SIZE, Bytes, TokenizerFile, read_tokenizer, tokenizer_files
 
 __all__ = [
     "VOCAB_SIZE",
@@ -22,5 +22,6 @@ __all__ = [
     "load",
     "read_tokenizer",
     "standard_library",
+    "tokenizer_files",
     "validation_batches",
 ]

@@ -135,6 +135,16 @@ def read_tokenizer(path: Path | None) -> Tokens:
     return TokenizerFile(tokenizer, str(file))
 
 
+def tokenizer_files(path: Path | None) -> dict[str, Path]:
+    """What a model takes along of the tokenizer in ``path``, by its name beside the model; none for bytes."""
+    if path is None:
+        return {}
+    folder = path if path.is_dir() else path.parent
+    beside = {name: folder / name for name in ("tokenizer_config.json", "special_tokens_map.json")}
+    own = path / "tokenizer.json" if path.is_dir() else path
+    return {"tokenizer.json": own} | {name: file for name, file in beside.items() if file.exists()}
+
+
 def _pieces(documents: Iterable[Document]) -> Iterator[tuple[str, bool]]:
     """Text of every document in pieces, and whether a piece is a document's last."""
     for document in documents:
