@@ -15,7 +15,7 @@ from octavo import models
 from octavo.models.deepseek import PRESETS, DeepSeek, DeepSeekConfig
 from octavo.models.latent_attention import LatentConfig, YarnScaling, yarn_frequencies, yarn_table
 from octavo.models.llama3 import FeedForward
-from octavo.models.mixture import Experts, MixtureConfig, MixtureOfExperts, Router, balance
+from octavo.models.mixture import MixtureConfig, MixtureOfExperts, Router, balance
 
 SOFTMAX = MixtureConfig(experts=6, active=2, ffn_dim=20, shared=2)
 SIGMOID = MixtureConfig(
@@ -386,29 +386,6 @@ def test_mixture_and_its_gradients_match_the_reference_in_float64(config: Mixtur
     )
     for name, gradient in zip(names, gradients, strict=True):
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-4)
-
-
-def test_an_expert_without_tokens_gets_zero_gradients() -> None:
-    torch.manual_seed(0)
-    bank = Experts(4, 8, 6)
-    for p in bank.parameters():
-        nn.init.normal_(p)
-    indices = torch.tensor([[1, 3], [3, 1], [1, 3]])
-    bank(torch.randn(3, 8), indices, torch.rand(3, 2)).sum().backward()
-    for p in bank.parameters():
-        assert p.grad is not None
-        assert p.grad[[0, 2]].abs().max() == 0
-        assert p.grad[[1, 3]].abs().amax((1, 2)).min() > 0
-
-
-def test_experts_of_no_tokens_give_none() -> None:
-    bank = Experts(4, 8, 6)
-    x = torch.zeros(0, 8, requires_grad=True)
-    out = bank(x, torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2))
-    assert out.shape == (0, 8)
-    out.sum().backward()
-    assert x.grad is not None
-    assert x.grad.shape == (0, 8)
 
 
 def reference_logits(model: DeepSeek, tokens: list[int]) -> Tensor:

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.models.llama3 import FeedForward
-from octavo.training.modules import grouped_mm
-from octavo.training.recipes import BF16, Recipe
+from octavo.training.experts import GroupedExperts
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: logits.softmax(-1),
@@ -148,44 +147,6 @@ class Router(nn.Module):
         return grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
-class Experts(nn.Module):
-    """A bank of SwiGLU experts, ``w2[e] @ (silu(w1[e] @ x) * (w3[e] @ x))``.
-
-    ``w1``, ``w3`` [E, F, D] and ``w2`` [E, D, F], names and layout as in TorchTitan; ``recipe`` is that of the
-    grouped products.
-    """
-
-    recipe: Recipe = BF16
-
-    def __init__(self, experts: int, dim: int, ffn_dim: int) -> None:
-        super().__init__()
-        self.w1 = nn.Parameter(torch.empty(experts, ffn_dim, dim))
-        self.w2 = nn.Parameter(torch.empty(experts, dim, ffn_dim))
-        self.w3 = nn.Parameter(torch.empty(experts, ffn_dim, dim))
-
-    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        """The weighted sum of each token's experts, with no synchronisation of host and device.
-
-        Args:
-            x: [T, D].
-            indices: integers [T, k].
-            weights: [T, k].
-
-        Returns:
-            [T, D] in the dtype of ``x``, summed in float32.
-        """
-        tokens, k = indices.shape
-        expert, order = indices.flatten().sort(stable=True)
-        numbers = torch.arange(self.w1.shape[0], device=x.device)
-        ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)
-        rows = x[order // k]
-        gate, up = (grouped_mm(rows, w.mT, ends, recipe=self.recipe) for w in (self.w1, self.w3))
-        out = grouped_mm(F.silu(gate) * up, self.w2.mT, ends, recipe=self.recipe)
-        # Back in the order of the tokens, and summed there: adding rows into tokens would add in any order.
-        back = out[order.argsort()].unflatten(0, (tokens, k)).float()
-        return (back * weights.float().unsqueeze(-1)).sum(1).to(x.dtype)
-
-
 class MixtureOfExperts(nn.Module):
     """Routed experts and shared ones, in place of a feed-forward layer."""
 
@@ -194,7 +155,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, dim: int, config: MixtureConfig) -> None:
         super().__init__()
         self.router = Router(dim, config)
-        self.experts = Experts(config.experts, dim, config.ffn_dim)
+        self.experts = GroupedExperts(dim, config.ffn_dim, config.experts, recipe="bf16")
         self.shared_experts = FeedForward(dim, config.shared * config.ffn_dim) if config.shared else None
 
     def forward(self, x: Tensor) -> Tensor:
