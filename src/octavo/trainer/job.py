@@ -186,13 +186,10 @@ def _try_to_write(config: TrainConfig, corpus: Corpus, runs: list[Run], command:
 
 def write(config: TrainConfig, corpus: Corpus, runs: list[Run], command: str) -> list[Path]:
     """Writes the report of the runs so far into ``config.out``; returns the files."""
-    from octavo.trainer import plot
+    from octavo.trainer import report_files
 
     content = report.as_data(config, corpus, runs, command)
-    files = [config.out / "report.json", config.out / "loss.png"]
-    report.write_json(content, files[0])
-    plot.write_png(content, files[1])
-    return files
+    return report_files.write(content, config.out)
 
 
 def _conclude(
