@@ -150,6 +150,38 @@ def test_both_layouts(fmt: int, transposed: int, rows_first: int) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize(
+    ("fmt", "transposed", "apart"),
+    [(None, 1, 0), (None, 0, 0), (None, 3, 0), (None, 6, 0), (None, 5, 0), (1, 1, 0), (3, 3, 0), (6, 6, 0), (0, 0, 2),
+     (5, 5, 2), (2, 3, 2), (1, 6, 0)],
+)  # fmt: skip
+@pytest.mark.parametrize("shape", [(2, 36, 38), (36, 0)], ids=str)
+def test_quads_of_rows(fmt: int | None, transposed: int, apart: int, shape: tuple[int, ...]) -> None:
+    """Four loads of every fourth row give what the tiles give: whole words, partial tiles, no columns."""
+    from octavo.quantize import launch_tables, triton_launch
+
+    first, second = None if fmt is None else MAIN_FORMATS[fmt], MAIN_FORMATS[transposed]
+    config = {
+        "block_m": 32,
+        "block_k": 32,
+        "warps": 4,
+        "group": 2,
+        "reverse": 1,
+        "evict": 0,
+        "quads": 1,
+        "apart": apart,
+    }
+    buckets = {f"{kind}/{f.granularity}": config for kind in ("both", "turned") for f in MAIN_FORMATS}
+    x = _hard(*shape, dtype=torch.bfloat16)
+    with launch_tables.override({"tiles": buckets, "rows_first": {"any": {"enabled": 0}}}):
+        found = triton_launch.quantize_optional(x, first, second)
+    with dispatch.use_kernels(quantize="reference"):
+        for (data, scale), f, turn in zip(found, (first, second), (False, True), strict=True):
+            if f is not None:
+                assert_same(ScaledTensor(data, scale, f), quantize(x, f, transpose=turn))
+
+
+@interpreted
 @pytest.mark.case("B21")
 @pytest.mark.parametrize("fmt", [MAIN_FORMATS[i] for i in (0, 1, 5, 6, 8)], ids=str)
 @pytest.mark.parametrize("sizes", [[5, 0, 9, 0], [44, 20, 0, 64, 1], [0, 0], [70]], ids=str)

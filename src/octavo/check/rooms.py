@@ -113,6 +113,12 @@ def _quantize(launch: ModuleType, target: str) -> Iterator[Call]:
         yield f"{f.key} bf16", _both_ways(launch, "quantize", _BF16, f, False)
     foreign = fmt("rowwise", of=other)
     yield f"{foreign.key} bf16", _both_ways(launch, "quantize", _BF16, foreign, False)
+    # Tiles of the tuner's candidates that the table may not name.
+    shown = [(None, row), (None, fmt("1x128")), (None, formats[-3]), (row, row), (formats[-3], formats[-3])]
+    shown += [(fmt("1x128"), fmt("1x128")), (one, one), (fmt("128x128"), fmt("128x128"))]
+    for f, t in shown:
+        key = f"{t.key} transposed" if f is None else f"{f.key} and transposed"
+        yield f"{key} by quads", _by_quads(launch, f, t)
     yield from _grouped(launch, [row, one, fmt("1x128"), fmt("1x32", E4M3FN, "rceil")])
 
 
@@ -121,6 +127,22 @@ def _both_ways(
 ) -> Callable[[], Any]:
     rows = 2 * 128 if columns == 4096 else ROWS
     return lambda: getattr(launch, name)(torch.zeros(rows, columns, dtype=dtype), *formats)
+
+
+def _by_quads(launch: ModuleType, f: Format | None, t: Format) -> Callable[[], Any]:
+    from octavo.quantize import candidates, launch_tables
+
+    def call() -> None:
+        kind = "turned" if f is None else "both"
+        bucket = f"{kind}/{t.granularity}"
+        size = (
+            (128, 128, 8) if t.granularity == "128x128" or (f and t.granularity == "1x128") else (128, 64, 4)
+        )
+        (table,) = candidates.tiles(bucket, size, quads=1, apart=0 if f is None else 2)
+        with launch_tables.override({**table, "rows_first": {"any": {"enabled": 0}}}):
+            launch.quantize_optional(torch.zeros(256, 4096, dtype=_BF16), f, t)
+
+    return call
 
 
 def _grouped(launch: ModuleType, formats: list[Format]) -> Iterator[Call]:

@@ -192,8 +192,8 @@ def _whole_amax(
 
 
 @triton.jit
-def _spread_scales(bits, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
-    # Every thread of a column holds its amax; the gather deals the blocks out, so that each is divided for once.
+def spread_scales(bits, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
+    """``encode_and_scale``, the divisions dealt out: every thread of a column holds its amax, a gather spreads them."""
     flat: tl.constexpr = bits.numel
     spread = tl.gather(tl.reshape(bits, (flat,)), tl.arange(0, flat), 0)
     encode, decode = encode_and_scale(spread, ELEMENT, ROUNDING)
@@ -213,7 +213,7 @@ def tile_codes(
     else:
         bits = block_amax(as_blocks(magnitude_bits(loaded), BLOCK_M, BLOCK_K, R, RB, CB), RB, CB)
     if RB > 1 and CAST == "saturates" and not is_mx(ROUNDING):
-        encode, decode = _spread_scales(bits, ELEMENT, ROUNDING)
+        encode, decode = spread_scales(bits, ELEMENT, ROUNDING)
     else:
         encode, decode = encode_and_scale(bits, ELEMENT, ROUNDING)
     codes = scaled_codes(as_blocks(loaded, BLOCK_M, BLOCK_K, R, RB, CB), encode, ELEMENT, CAST)
@@ -347,7 +347,7 @@ def write_tile(
             D_ELEMENT, D_ROUNDING, D_CAST, BLOCK_M, BLOCK_K, R, D_RB, D_CB, PARTIALS,
         )  # fmt: skip
         direct += batch * M * direct_pitch
-        direct_scale += batch * _scales_of(M, K, D_RB, D_CB)
+        direct_scale += batch * scales_of(M, K, D_RB, D_CB)
         store_direct(
             direct, codes, tile_m, tile_k, M, K, direct_pitch, BLOCK_M, BLOCK_K, R, D_ELEMENT, EVICT
         )  # fmt: skip
@@ -361,7 +361,7 @@ def write_tile(
             T_ELEMENT, T_ROUNDING, T_CAST, BLOCK_M, BLOCK_K, R, T_RB, T_CB, PARTIALS,
         )  # fmt: skip
         turned += batch * (M * code_bits(T_ELEMENT) // 8) * K
-        turned_scale += batch * _scales_of(M, K, T_RB, T_CB)
+        turned_scale += batch * scales_of(M, K, T_RB, T_CB)
         store_turned(
             turned, codes, tile_m, tile_k, M, K, turned_pitch, BLOCK_M, BLOCK_K, R, T_ELEMENT, EVICT
         )  # fmt: skip
@@ -409,7 +409,8 @@ def quantize_tiles(
 
 
 @triton.jit
-def _scales_of(M, K, RB: tl.constexpr, CB: tl.constexpr):
+def scales_of(M, K, RB: tl.constexpr, CB: tl.constexpr):
+    """Scales of an [M, K] matrix in blocks of RB x CB."""
     rows = 1 if RB == 0 else tl.cdiv(M, RB)
     columns = 1 if CB == 0 else tl.cdiv(K, CB)
     return rows * columns

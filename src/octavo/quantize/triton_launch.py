@@ -24,7 +24,7 @@ from octavo import hardware
 from octavo.formats import ALL, Format
 from octavo.launch import launch
 from octavo.quantize import grouped as padded_groups
-from octavo.quantize import grouped_kernels, launch_tables, triton_kernels
+from octavo.quantize import grouped_kernels, launch_tables, quad_kernels, triton_kernels
 
 MAX_WHOLE_ROW = 32768
 """Longest row that one program holds in registers; longer ones are read twice."""
@@ -177,7 +177,9 @@ def launch_passes(
     arch = hardware.architecture(x.device)
     if direct is not None and direct.block == (1, ALL):
         if turned is None:
-            launch_rows(x, arch, direct, None, launch_tables.lookup(arch, "rows", _row_bucket(x)), source)
+            bucket = _row_bucket(x)
+            config = launch_tables.lookup(arch, "rows", f"{source}/{bucket}", bucket)
+            launch_rows(x, arch, direct, None, config, source)
             return
         config = launch_tables.lookup(arch, "rows_first", _row_bucket(x), "any")
         if turned.block == (ALL, 1) and config["enabled"] and x.shape[2] <= MAX_WHOLE_ROW:
@@ -315,8 +317,7 @@ def launch_tiles(
     """The pass that writes: both outputs from one read, or apart where that was faster or is needed."""
     apart = TOGETHER
     if direct is not None and turned is not None:
-        keys = (f"both/{direct.fmt.granularity}", f"both/{turned.fmt.granularity}", "both")
-        apart = how_apart(launch_tables.lookup(arch, "tiles", *keys), direct, turned)
+        apart = how_apart(_tile_config(arch, "both", [direct, turned]), direct, turned)
         if apart == LAUNCHES:
             launch_tiles(x, arch, direct, None, amax, source)
             launch_tiles(x, arch, None, turned, amax, source)
@@ -324,7 +325,7 @@ def launch_tiles(
     batch, rows, columns = x.shape
     outputs = [o for o in (direct, turned) if o is not None]
     kind = "both" if len(outputs) == 2 else "direct" if direct is not None else "turned"
-    config = launch_tables.lookup(arch, "tiles", *(f"{kind}/{o.fmt.granularity}" for o in outputs), kind)
+    config = _tile_config(arch, kind, outputs)
     blocks = [o.block for o in outputs]
     block_m, block_k = _fit(config, columns, blocks)
     tiles_m, tiles_k = max(1, _blocks(rows, block_m)), max(1, _blocks(columns, block_k))
@@ -333,16 +334,33 @@ def launch_tiles(
     whole = any(ALL in b for b in blocks)
     constants = {f"D_{k}": v for k, v in block_constants(direct, arch).items()}
     constants |= {f"T_{k}": v for k, v in block_constants(turned, arch).items()}
+    quads = turned is not None and bool(config.get("quads", 0)) and _in_quads(rows, block_m, direct, turned)
+    if quads:
+        pitch = turned_words(turned, 4, rows)[1]
     launch(
-        triton_kernels.quantize_tiles, (tiles_m * tiles_k, batch),
+        quad_kernels.quantize_quads if quads else triton_kernels.quantize_tiles, (tiles_m * tiles_k, batch),
         (x, *pointers(direct, amax), *pointers(turned, amax), rows, columns, *x.stride(), tiles_m, tiles_k,
          *pitches(direct), pitch, pitches(turned)[1], partials),
-        {**constants, "SOURCE": source, "BLOCK_M": block_m, "BLOCK_K": block_k, "R": owned,
+        {**constants, "SOURCE": source, "BLOCK_M": block_m, "BLOCK_K": block_k, **({} if quads else {"R": owned}),
          "GROUP": config["group"], "REVERSE": whole and bool(config["reverse"]),
          "PARTIALS": max(MAX_PARTIALS, _power_of_two(partials)),
          "EVICT": "evict_first" if whole and config["evict"] else "", "AGAIN": apart == LOADS},
         config["warps"],
     )  # fmt: skip
+
+
+def _tile_config(arch: str, kind: str, outputs: list[Output]) -> launch_tables.Config:
+    """The entry of ``tiles`` for these outputs, by element and blocks, by blocks, or for any."""
+    formats = [o.fmt for o in outputs]
+    special = [f"{kind}/{f.element.name}:{f.granularity}" for f in formats]
+    return launch_tables.lookup(arch, "tiles", *special, *(f"{kind}/{f.granularity}" for f in formats), kind)
+
+
+def _in_quads(rows: int, block_m: int, direct: Output | None, turned: Output) -> bool:
+    """Whether :mod:`.quad_kernels` can write these outputs: whole words of four rows, and no block of one row."""
+    eights = all(o.fmt.element.packed == 1 for o in (direct, turned) if o is not None)
+    words = eights and turned_words(turned, 4, rows)[0] == 4
+    return words and block_m % 4 == 0 and turned.block[0] != 1
 
 
 TOGETHER, LAUNCHES, LOADS = 0, 1, 2
