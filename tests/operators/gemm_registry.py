@@ -1,6 +1,6 @@
 """Checks of the overrides of the gemm operator on the CPU, registered under the CPU key for this process alone.
 
-TRITON_INTERPRET=1 python tests/operators/gemm_registry.py scaled|refusals|empty
+TRITON_INTERPRET=1 python tests/operators/gemm_registry.py scaled|grouped|fp8_grouped|compiled|refusals|empty
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from gemm_checks import compare, operand, swizzle
 
-from octavo import operators
-from octavo.formats import MXFP4, MXFP8
-from octavo.matmul import reference
+from octavo import operators, quantize, quantize_grouped
+from octavo.formats import E4M3FN, MXFP4, MXFP8, Format
+from octavo.matmul import reference as matmul_reference
 from octavo.operators import gemm, registry
 
 BF16 = torch.bfloat16
+SCALED_GROUPED_MM = torch._scaled_grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 SCALED_MM = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -47,7 +48,7 @@ def scaled() -> None:
         a, b = operand(37, 160, fmt, 1), operand(48, 160, fmt, 2)
         sa, sb = swizzle(a).scale, swizzle(b).scale
         bias = torch.randn(48).bfloat16()
-        want = reference.scaled_mm(a, b, bias, BF16, False)
+        want = matmul_reference.scaled_mm(a, b, bias, BF16, False)
         with operators.enabled("gemm", force=True):
             plain = F.scaled_mm(a.data, b.data.t(), a.scale, recipe, b.scale, recipe, none, none, bias)
             got = F.scaled_mm(a.data, b.data.t(), sa, recipe, sb, recipe, blocked, blocked, bias)
@@ -61,6 +62,80 @@ def scaled() -> None:
     assert counts() == {"_scaled_mm_v2": (4, {}), "_scaled_mm": (2, {}), "_scaled_mm.out": (2, {})}
     with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
         F.scaled_mm(a.data, b.data.t(), sa, recipe, sb, recipe, blocked, blocked, bias)
+
+
+def _grouped_inputs(m: int = 40, k: int = 64, n: int = 48, groups: int = 4):
+    """Rows, weights whose contraction is contiguous, and ends with an empty group and rows past the last."""
+    torch.manual_seed(0)
+    x, w = torch.randn(m, k).bfloat16(), torch.randn(groups, n, k).bfloat16()
+    return x, w, torch.tensor([16, 16, 33, 37], dtype=torch.int32)[:groups]
+
+
+def grouped() -> None:
+    """``F.grouped_mm`` in both forms, with empty groups, a tail, a bias and gradients; other forms are PyTorch's."""
+    register()
+    x, w, offs = _grouped_inputs()
+    bias = torch.randn(4, 48).bfloat16()
+    want = matmul_reference.grouped_mm(x, w, offs, None)
+    over = matmul_reference.grouped_mm(x.t(), (y := torch.randn(40, 24).bfloat16()).t(), offs, None)
+    batched = torch.randn(4, 8, 64).bfloat16()
+    stock = F.grouped_mm(batched, w.mT)
+    with operators.enabled("gemm", force=True):
+        got = F.grouped_mm(x, w.mT, offs=offs)
+        turned = F.grouped_mm(x, w.mT.contiguous(), offs=offs)
+        biased = torch.ops.aten._grouped_mm(x, w.mT, offs, bias)
+        columns = F.grouped_mm(x.t(), y, offs=offs)
+        assert torch.equal(F.grouped_mm(batched, w.mT), stock)
+        leaf = w.clone().requires_grad_()
+        F.grouped_mm(x, leaf.mT, offs=offs)[:37].float().square().sum().backward()
+    compare(got[:37], want[:37], 50.0, "rows")
+    compare(turned[:37], want[:37], 50.0, "rows of a contiguous weight")
+    compare(biased[:37], matmul_reference.grouped_mm(x, w, offs, bias)[:37], 45.0, "rows with bias")
+    compare(columns.flatten(0, 1), over.flatten(0, 1), 50.0, "over groups")
+    assert not columns[1].any()
+    assert leaf.grad is not None
+    assert not leaf.grad[1].any()
+    assert leaf.grad[0].any()
+    taken, refused = counts()["_grouped_mm"]
+    assert taken >= 5, (taken, refused)
+    assert "only a 2-D first operand is served, by a 3-D or 2-D one" in refused
+
+
+def fp8_grouped() -> None:
+    """``_scaled_grouped_mm`` with a scale a row, both forms, and its successor with recipes."""
+    register()
+    x, w, offs = _grouped_inputs()
+    fmt = Format(E4M3FN, "rowwise")
+    a, b = quantize(x, fmt), quantize(w, fmt)
+    want = matmul_reference.scaled_grouped_mm(a, b, offs, None, BF16, False)
+    with operators.enabled("gemm", force=True):
+        got = SCALED_GROUPED_MM(
+            a.data, b.data.mT, a.scale.view(-1), b.scale.view(4, -1), offs, out_dtype=BF16
+        )
+        compare(got[:37], want[:37], 50.0, "rows")
+        over = quantize_grouped(x, offs, fmt, transpose=True, align=16)
+        left = quantize_grouped(x[:, :48].contiguous(), offs, fmt, transpose=True, align=16)
+        ends, flat = over.group_ends, [left.scale.reshape(-1), over.scale.reshape(-1)]
+        got = SCALED_GROUPED_MM(left.data, over.data.t(), *flat, ends, out_dtype=BF16)
+        want = matmul_reference.scaled_grouped_mm(left, over, ends, None, BF16, False)
+        compare(got.flatten(0, 1), want.flatten(0, 1), 50.0, "over groups")
+    assert counts() == {"_scaled_grouped_mm": (2, {})}
+
+
+def compiled() -> None:
+    """One graph with dynamic rows; the calls reach the kernels at run time."""
+    register()
+    x, w, offs = _grouped_inputs()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return F.grouped_mm(x * 2, w.mT, offs=offs).relu()
+
+    expected = [step(x), step(x[:38].clone())]
+    run = torch.compile(step, backend="aot_eager", fullgraph=True)
+    with operators.enabled("gemm", force=True):
+        for rows, want in zip((40, 38), expected):
+            compare(run(x[:rows].clone())[:37], want[:37], 48.0, "compiled")
+    assert counts()["_grouped_mm"][0] == 2
 
 
 def _stock(call) -> tuple[type, str]:

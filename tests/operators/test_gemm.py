@@ -42,21 +42,22 @@ def test_kernels_in_the_interpreter(group: str, count: int) -> None:
     assert run("gemm_checks.py", group) == [group, str(count)]
 
 
-@pytest.mark.parametrize("group", ["scaled", "refusals", "empty"])
+@pytest.mark.parametrize("group", ["scaled", "grouped", "fp8_grouped", "compiled", "refusals", "empty"])
 def test_overrides_on_the_cpu(group: str) -> None:
     assert run("gemm_registry.py", group) == [group, "passed"]
 
 
-def test_swizzled_scales_are_pytorchs_layout() -> None:
-    """Against PyTorch's own helper, and back; padding does not matter."""
-    from torch.testing._internal.common_quantized import to_blocked
-
+def test_swizzled_scales_lie_where_cublas_reads_them() -> None:
+    """Code by code; and back, whatever the padding holds."""
     for rows, codes in ((1, 1), (128, 4), (130, 5), (300, 11)):
         plain = torch.randint(0, 255, (rows, codes), dtype=torch.uint8)
-        flat = reference.swizzle(plain)
-        assert torch.equal(flat, to_blocked(plain))
+        flat = reference.swizzle(plain, padding=255)
         assert flat.numel() == reference.swizzled_size(rows, codes)
-        back = reference.unswizzle(reference.swizzle(plain, padding=255), rows, codes)
+        tiles = -(-codes // 4)
+        for r, j in ((0, 0), (rows - 1, codes - 1), (rows // 2, codes // 2), (rows // 3, codes - 1)):
+            inner = r % 32 * 16 + r % 128 // 32 * 4 + j % 4
+            assert flat[(r // 128 * tiles + j // 4) * 512 + inner] == plain[r, j]
+        back = reference.unswizzle(flat, rows, codes)
         assert torch.equal(back.view(torch.uint8), plain)
 
 

@@ -16,7 +16,7 @@ import torch
 from octavo import hardware
 from octavo.check.launches import Launch, recording
 from octavo.compile_cases import CompileCase
-from octavo.formats import E2M1, E4M3FN, E5M2, Format, ScaledTensor
+from octavo.formats import E2M1, E4M3FN, E5M2, Format, ScaledTensor, ScaleLayout
 
 Call = tuple[str, Callable[[], Any]]
 """A few words for the configuration, and a call of the room's launch code."""
@@ -31,10 +31,11 @@ _SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16"}
 def compile_cases(target: str) -> list[CompileCase]:
     """Every distinct launch of the rooms below on `target`, named after the first call that made it."""
     cases: list[CompileCase] = []
+    seen: set[str] = set()
     for room, (module, calls) in _ROOMS.items():
         launch = _import(module)
         if launch is not None:
-            cases += _record(room, calls(launch, target), target)
+            cases += _record(room, calls(launch, target), target, seen)
     return cases
 
 
@@ -47,8 +48,7 @@ def _import(name: str) -> ModuleType | None:
         raise
 
 
-def _record(room: str, calls: Iterator[Call], target: str) -> Iterator[CompileCase]:
-    seen: set[str] = set()
+def _record(room: str, calls: Iterator[Call], target: str, seen: set[str]) -> Iterator[CompileCase]:
     for words, call in calls:
         with recording(target) as launches:
             call()
@@ -65,6 +65,9 @@ def _place(launches: list[Launch], last: Launch) -> int:
 
 
 def _kind(launch: Launch) -> str:
+    if launch.function.__name__ == "gemm_decoding_tiles":
+        native = "product mxfp4" if launch.constexprs["B_PACK"] == 2 else "product mxfp8"
+        return native if launch.constexprs["NATIVE"] else "product mx by bf16"
     if launch.function.__name__ in _PRODUCTS:
         return "product bf16"
     casts = [v for k, v in launch.constexprs.items() if k.split("_")[-1] == "CAST" and v]
@@ -271,6 +274,47 @@ def _attention(launch: ModuleType, target: str) -> Iterator[Call]:
     yield "bf16 D=128 Dv=128 causal, sums added", call(128, 128, True, True)
 
 
+def _gemm(launch: ModuleType, target: str) -> Iterator[Call]:
+    """Each line of the target's table of plans; scales swizzled and plain, which one source reads."""
+    from octavo.operators.gemm import plan as plans
+    from octavo.operators.gemm.reference import swizzled_size
+
+    n, k = 256, 1024
+
+    def side(rows: int, fmt: Format, swizzled: bool) -> ScaledTensor:
+        data = torch.zeros(fmt.data_shape((rows, k)), dtype=torch.uint8).view(fmt.element.dtype)
+        if not swizzled:
+            return ScaledTensor(data, torch.zeros(fmt.scale_shape((rows, k))).to(fmt.scale_dtype), fmt)
+        flat = torch.zeros(swizzled_size(rows, k // 32), dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        return ScaledTensor(data, flat, fmt, ScaleLayout.SWIZZLED_32_4_4)
+
+    def call(plan: Any, a: Format | torch.dtype, b: Format, swizzled: bool) -> Callable[[], Any]:
+        def product() -> None:
+            rows = min(plan.up_to or 256, 256)
+            left = torch.zeros(rows, k, dtype=a) if isinstance(a, torch.dtype) else side(rows, a, swizzled)
+            out = torch.zeros(rows, n, dtype=_BF16 if isinstance(a, Format) else a)
+            launch.product(left, side(n, b, swizzled), None, out, plan)
+
+        return product
+
+    e4m3, e5m2, e2m1 = (Format(element, "1x32", "rceil") for element in (E4M3FN, E5M2, E2M1))
+    block = Format(E4M3FN, "128x128")
+    pairs = {
+        "mxfp8": [(e4m3, e4m3), (e5m2, e4m3)], "mxfp4": [(e2m1, e2m1)],
+        **{f"16-bit x {name}": [(_BF16, b), (torch.float16, b)] for name, b in
+           (("mxfp8", e4m3), ("mxfp4", e2m1), ("block", block))},
+    }  # fmt: skip
+    tables = plans.tables()
+    for work, lines in tables.get(target, tables["other"]).items():
+        for plan in lines:
+            for a, b in pairs[work]:
+                limit = "any" if plan.up_to is None else str(plan.up_to)
+                first = a.element.name if isinstance(a, Format) else _SHORT[a]
+                for swizzled in (False, True) if isinstance(a, Format) and a is not e5m2 else (False,):
+                    words = f"{first} {work}, rows {limit}{' swizzled' if swizzled else ''}"
+                    yield words, call(plan, a, b, swizzled)
+
+
 _ROOMS: dict[str, tuple[str, Callable[[ModuleType, str], Iterator[Call]]]] = {
     "quantize": ("octavo.quantize.triton_launch", _quantize),
     "fused": ("octavo.fused.triton_launch", _fused),
@@ -278,4 +322,5 @@ _ROOMS: dict[str, tuple[str, Callable[[ModuleType, str], Iterator[Call]]]] = {
     "topk": ("octavo.operators.topk.launch", _topk),
     "rms_norm": ("octavo.operators.rms_norm.launch", _rms_norm),
     "attention": ("octavo.operators.attention.launch", _attention),
+    "gemm": ("octavo.operators.gemm.launch", _gemm),
 }

@@ -36,7 +36,7 @@ OPERATORS = {
 }
 """Names that ``enable`` takes, and the module that holds each one's OVERRIDES."""
 
-MEASURED = ("topk", "rms_norm", "rms_norm_backward", "attention", "attention_backward", "scaled_mm")
+MEASURED = ("topk", "rms_norm", "rms_norm_backward", "attention", "attention_backward", "scaled_mm", "grouped_mm")
 """Names in the tables of wins: an operator's forward and backward win or lose apart."""
 
 ENVIRONMENT = "OCTAVO_OPERATORS"

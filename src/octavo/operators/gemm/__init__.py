@@ -3,6 +3,7 @@
 ``F.scaled_mm`` with ``BlockWise1x32`` (``aten::_scaled_mm_v2``) and ``torch._scaled_mm`` with e8m0 scales raise on
 Hopper and MI300; with ``octavo.operators.enable("gemm")`` they run there, decoded exactly inside the kernel. What the
 kernels are right for is decided in :mod:`.scaled`; a refused call keeps PyTorch's kernel and its error.
+Grouped products (``torch._grouped_mm``, ``F.grouped_mm``, ``_scaled_grouped_mm``) are in :mod:`.grouped`.
 :func:`mixed_mm` is no operator of PyTorch's: layers of :mod:`octavo.serving` call it.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from octavo.operators.gemm import scaled
+from octavo.operators.gemm import grouped, scaled
 from octavo.operators.gemm.mixed import mixed_mm
 from octavo.operators.gemm.scaled import scaled_mm
 from octavo.operators.override import Override
@@ -30,5 +31,13 @@ _OVERRIDES = (
     Override("aten::_scaled_mm_v2.out", scaled.why_not_v2_out, scaled.measured_v2, scaled.run_v2),
     Override("aten::_scaled_mm", scaled.why_not_v1, scaled.measured_v2, scaled.run_v1),
     Override("aten::_scaled_mm.out", scaled.why_not_v1_out, scaled.measured_v2, scaled.run_v1),
+    Override("aten::_grouped_mm", grouped.why_not_grouped, grouped.measured_grouped, grouped.run_grouped),
+    Override("aten::_scaled_grouped_mm", grouped.why_not_scaled, grouped.measured_scaled, grouped.run_scaled),
+    Override(
+        "aten::_scaled_grouped_mm_v2",
+        grouped.why_not_scaled_v2,
+        grouped.measured_scaled_v2,
+        grouped.run_scaled_v2,
+    ),
 )
 OVERRIDES = tuple(override for override in _OVERRIDES if _exists(override.overload))
