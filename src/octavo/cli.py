@@ -34,6 +34,7 @@ EXIT_BAD_INPUT = 2
 
 ELSEWHERE = {
     "train": "octavo.trainer.command:train",
+    "report": "octavo.trainer.report_command:report",
     "plan": "octavo.plan_command:plan",
     "check": "octavo.check.command:check",
     "bench": "octavo.bench.command:bench",

@@ -6,19 +6,16 @@ import copy
 import json
 import math
 import re
-from collections.abc import Callable
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+from report_support import Content, run_of
 
-from octavo.trainer import data as text_data
 from octavo.trainer import operand_stats, report, report_charts, report_files, report_html, report_markdown
 from octavo.trainer import report_view as view
-from octavo.trainer.config import TrainConfig
-from octavo.trainer.records import Run, Step
+from octavo.trainer.records import Run
 
-Job = Callable[..., TrainConfig]
 VOID = {"meta", "link", "br", "img", "path"}
 EVIL = "<script>alert(1)</script>|`*_[x](y)\n&\"'"
 
@@ -52,52 +49,6 @@ class Page(HTMLParser):
 
     def all(self, tag: str) -> list[dict[str, str | None]]:
         return [attributes for found, attributes in self.elements if found == tag]
-
-
-def operands(layers: int, sqnr: float) -> list[dict[str, Any]]:
-    pairs = [(p, o) for p, names in (("output", ("input", "weight")), ("grad_input", ("grad_output", "weight")),
-             ("grad_weight", ("grad_output", "input"))) for o in names]  # fmt: skip
-    return [
-        {"layer": f"layers.{i}.w", "product": p, "operand": o, "amax": 1.0, "saturated": 0.0}
-        | {"underflowed": 1e-3 * i, "nonfinite": 0.0, "sqnr_db": sqnr + i}
-        for i in range(layers)
-        for p, o in pairs
-    ]
-
-
-def run_of(name: str, losses: list[float], status: str = "finished", **changes: Any) -> Run:
-    watched = {} if name == "bf16" else {"operands": operands(3, 25.0)}
-    steps = [
-        Step(i, loss, 1.0, 1e-3, 0.5, peak_memory=3 * 2**29, **(watched if i % 5 == 0 else {}))
-        for i, loss in enumerate(losses, 1)
-    ]
-    flops = {"aten.mm": 25, "octavo.scaled_mm": 0 if name == "bf16" else 75}
-    known: dict[str, Any] = {
-        "flops": flops,
-        "converted": 3,
-        "wall_seconds": 12.0,
-        "validation_loss": losses[-1],
-    }
-    return Run(name, steps, status, **(known | changes))
-
-
-@pytest.fixture
-def content(job: Job) -> Callable[..., dict[str, Any]]:
-    """Makes the data of a report from runs."""
-
-    def make(*runs: Run, command: str = "octavo train", **changes: Any) -> dict[str, Any]:
-        config = job(recipes=tuple(run.recipe for run in runs), steps=50, **changes)
-        corpus = text_data.load(config.data, config.seq_len)
-        return report.as_data(config, corpus, list(runs), command) | {"date": "2026-01-02T03:04:05Z"}
-
-    return make
-
-
-@pytest.fixture
-def compared(content: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    """bf16 and rowwise, 50 steps."""
-    exact = [5.0 / (1 + 0.1 * i) for i in range(50)]
-    return content(run_of("bf16", exact), run_of("rowwise", [1.01 * v for v in exact]), baseline="bf16")
 
 
 def cells_of(page: str, name: str) -> dict[str, str]:
@@ -233,7 +184,7 @@ def test_ticks_have_as_few_digits_as_tell_them_apart(values: list[float], texts:
     assert report_charts.tick_texts(values) == texts
 
 
-def test_a_run_that_ended_early_says_so(content: Callable[..., dict[str, Any]]) -> None:
+def test_a_run_that_ended_early_says_so(content: Content) -> None:
     exact = run_of("bf16", [5.0, 4.0, 3.0])
     lost = run_of("rowwise", [5.0, 4.5, math.nan], "non-finite", failure="input of layers.1.w (output)")
     lost.validation_loss = None
@@ -252,9 +203,7 @@ def test_a_run_that_ended_early_says_so(content: Callable[..., dict[str, Any]]) 
 
 
 @pytest.mark.parametrize("status", ["interrupted", "unwritable", "non-finite"])
-def test_a_run_that_ended_before_its_first_step_has_a_page(
-    content: Callable[..., dict[str, Any]], status: str
-) -> None:
+def test_a_run_that_ended_before_its_first_step_has_a_page(content: Content, status: str) -> None:
     empty = Run("rowwise", [], status, failure="cannot write 'x'")
     data = content(empty)
     page = report_html.render(data)
@@ -294,7 +243,7 @@ def test_an_operand_that_lost_nothing_or_was_not_quantized_is_a_dash(compared: d
     report_html.render(compared)
 
 
-def test_twenty_runs_differ_in_colour_or_dash(content: Callable[..., dict[str, Any]]) -> None:
+def test_twenty_runs_differ_in_colour_or_dash(content: Content) -> None:
     runs = [run_of(f"recipe-{i}", [3.0, 2.0 + i]) for i in range(20)]
     data = content(run_of("bf16", [3.0, 2.0]), *runs, baseline="bf16")
     looks = {report_html._classes(style) for style in report_charts.styles(data).values()}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from octavo import models
 from octavo._version import __version__
@@ -153,10 +154,11 @@ def table(data: dict[str, Any]) -> Table:
     """The job's result, a row for each recipe."""
     config, baseline = data["config"], data["baseline"]
     batch = f"{config['batch_size']} x {config['seq_len']} tokens"
-    title = f"{data['model']['name']}, {config['steps']} steps of {batch}"
+    steps = f"{config['steps']} steps" if "steps" in config else "steps"
+    title = f"{data['model']['name']}, {steps} of {batch}"
     title += f", compared with {baseline}" if baseline else ""
     result = Table(
-        title=title,
+        title=Text(title),
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
@@ -165,15 +167,15 @@ def table(data: dict[str, Any]) -> Table:
     )
     headers = ["final\nloss", "diff.\n%", "held-out\nloss", "diff.\n%"]
     headers = headers if baseline else headers[::2]
-    result.add_column("recipe", no_wrap=True, vertical="bottom")
+    result.add_column("recipe", overflow="fold", vertical="bottom")
     for header in (*headers, "tokens\nper s", "FP8\nFLOPs", "wall\ntime"):
         result.add_column(header, justify="right", no_wrap=True, vertical="bottom")
     for run in data["runs"]:
         stopped = "" if run["status"] == "finished" else f" ({run['status']} at {run['steps']})"
-        cells = [run["recipe"] + stopped, _cell(run["final_loss"], ".4f")]
+        cells = [_cell(run["final_loss"], ".4f")]
         cells += [_cell(run["final_loss_difference_percent"], "+.3f")] if baseline else []
         cells += [_cell(run["validation_loss"], ".4f")]
         cells += [_cell(run["validation_loss_difference_percent"], "+.3f")] if baseline else []
         cells += [_cell(run["tokens_per_second"], ",.0f"), _cell(run["fp8_flops_share"], ".1%")]
-        result.add_row(*cells, f"{run['wall_seconds']:,.0f} s")
+        result.add_row(Text(run["name"] + stopped), *cells, f"{run['wall_seconds']:,.0f} s")
     return result

@@ -45,6 +45,7 @@ def render(data: dict[str, Any]) -> str:
     names, rows = view.differing(data)
     return _template().render(
         data=data,
+        title=view.title(data),
         unit=view.unit(data),
         columns=view.columns(data),
         failures=view.failures(data),
@@ -60,5 +61,6 @@ def render(data: dict[str, Any]) -> str:
         job_names=names,
         differing=rows,
         jobs=view.jobs(data),
+        harmless=view.HARMLESS,
         absent=view.NONE,
     )

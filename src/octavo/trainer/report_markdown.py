@@ -50,13 +50,8 @@ def _heats(data: dict[str, Any]) -> list[str]:
     for heat in found:
         headers = ["Layer", *(f"{run}: {tensor}" for run in heat.runs for tensor in view.TENSORS)]
         rows = [[layer, *(cell.text for cell in cells)] for layer, cells in heat.rows]
-        lines += [
-            f"### {text(heat.measure.title)}",
-            "",
-            text(heat.measure.meaning),
-            "",
-            *table(headers, rows),
-        ]
+        shown = [view.HARMLESS, ""] if heat.harmless else table(headers, rows)
+        lines += [f"### {text(heat.measure.title)}", "", text(heat.measure.meaning), "", *shown]
     return lines
 
 
@@ -94,7 +89,7 @@ def render(data: dict[str, Any], picture: str | None = "loss.png") -> str:
     config, model = data["config"], data["model"]
     steps = f"{config['steps']:,} steps" if "steps" in config else "steps"
     lines = [
-        f"# {text(model['name'])}: {text(', '.join(run['name'] for run in data['runs']))}",
+        f"# {text(view.title(data))}",
         "",
         f"{model['parameters']:,} parameters, {steps} of {config['batch_size']} × {config['seq_len']} "
         f"{view.unit(data)}. {text(data['date'])}",

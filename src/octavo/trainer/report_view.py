@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 from octavo.trainer.progress import duration
 
 NONE = "–"
+HARMLESS = "None, in any layer of any run."
 TENSORS = ("input", "weight", "grad_output")
 
 
@@ -41,7 +43,8 @@ def _form(key: str, form: str, scale: float = 1.0, unit: str = "") -> Callable[[
 def jobs(data: dict[str, Any]) -> list[Job]:
     """The jobs whose runs ``data`` holds: itself, or those that were merged into it."""
     if "jobs" in data:
-        return [Job(**job) for job in data["jobs"]]
+        names = [field.name for field in dataclasses.fields(Job)]
+        return [Job(**{name: job[name] for name in names}) for job in data["jobs"]]
     return [
         Job("", data["date"], data["command"], data["versions"], data["machine"], data["config"]),
     ]
@@ -50,6 +53,12 @@ def jobs(data: dict[str, Any]) -> list[Job]:
 def unit(data: dict[str, Any]) -> str:
     """What a model reads: bytes, or a tokenizer's tokens."""
     return "tokens" if data["config"].get("tokenizer") else "bytes"
+
+
+def title(data: dict[str, Any]) -> str:
+    """The model and its runs, or how many they are if a line does not hold them."""
+    names = [run["name"] for run in data["runs"]]
+    return f"{data['model']['name']}: {', '.join(names) if len(names) <= 5 else f'{len(names)} runs'}"
 
 
 def baseline(data: dict[str, Any]) -> dict[str, Any] | None:
@@ -99,8 +108,12 @@ def columns(data: dict[str, Any]) -> list[Column]:
 def _memory_meaning(data: dict[str, Any]) -> str:
     devices = {str(job.config.get("device", "cpu")).partition(":")[0] for job in jobs(data)}
     if devices == {"cuda"}:
-        return "Tensors on the GPU at most"
-    return "The process at most" if devices == {"cpu"} else "Tensors on a GPU, or the process, at most"
+        return "Most that tensors held on the GPU"
+    return (
+        "Most that the process held"
+        if devices == {"cpu"}
+        else "Most that tensors held on a GPU, or the process"
+    )
 
 
 def size(count: int | None) -> str | None:
@@ -241,6 +254,11 @@ class Heat:
     measure: Measure
     runs: list[str]
     rows: list[tuple[str, list[Cell]]]
+
+    @property
+    def harmless(self) -> bool:
+        """Whether not one element of any tensor suffered, so that a sentence says it all."""
+        return all(not cell.badness for _, cells in self.rows for cell in cells)
 
 
 def watched_runs(data: dict[str, Any]) -> list[dict[str, Any]]:
