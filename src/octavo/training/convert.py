@@ -1,4 +1,4 @@
-"""Conversion of a model's linear layers, in place, by ordered rules, with a report of every decision."""
+"""Conversion of a model's linear layers and experts, in place, by ordered rules, with a report of every decision."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from octavo.training import experts
 from octavo.training.modules import Linear
 from octavo.training.recipes import Recipe, get_recipe
 from octavo.training.spanning import install, remove
@@ -26,6 +27,8 @@ TRANSPARENT = (
 """Parts of a path that wrappers add around a module without renaming it."""
 WRAPPERS = ("model", "module", "transformer", "base_model")
 """Attributes that wrap a whole model: what lies directly under them is still top level."""
+GATE_NAMES = ("gate", "router", "shared_expert_gate")
+"""Last part of the path of what chooses or weighs experts, where experts stand beside it or one level up."""
 PEFT_WRAPPED = ("base_layer", "base_model", "lora_model", "model", "modules_to_save", "original_module")
 """Attributes under which PEFT's modules hold the model they adapt, or copies of its layers to train in full;
 all else in them is an adapter."""
@@ -35,7 +38,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Decision:
-    """What became of one linear layer: ``recipe`` is None where it was left alone."""
+    """What became of one linear layer or bank of experts: ``recipe`` is None where it was left alone.
+
+    ``shape`` is [N, K], of experts [E, F, D] or, with gate and up in one weight, [E, 2 F, D].
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -45,7 +51,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """Every linear layer of the model with what was done and why; prints as a table."""
+    """Every linear layer and bank of experts with what was done and why; prints as a table."""
 
     decisions: tuple[Decision, ...]
     unmatched_rules: tuple[str, ...] = field(default=())
@@ -67,7 +73,7 @@ class ConvertReport:
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
         lines.insert(1, "  ".join("-" * w for w in widths))
         lines += [f"{name}: its projections run as one function" for name in self.spans]
-        lines += [f"rule {rule!r} matched no linear layer" for rule in self.unmatched_rules]
+        lines += [f"rule {rule!r} matched no linear layer or experts" for rule in self.unmatched_rules]
         return "\n".join([*lines, f"{len(self.converted)} converted, {len(self.skipped)} left alone"])
 
 
@@ -79,12 +85,16 @@ def convert(
     min_size: int = 0,
     spans: bool = True,
 ) -> ConvertReport:
-    """Make the model's linear layers train in 8 bits, in place.
+    """Make the model's linear layers and experts train in 8 bits, in place.
 
     Each ``nn.Linear`` becomes an :class:`octavo.Linear`, which is an ``nn.Linear`` with the same parameters
     (the very tensors: tied, frozen and meta ones stay so), state-dict keys, hooks and device. By default the
     output head and the token embedding's projection stay in high precision, by name or because a dimension
-    is the vocabulary size, and so do PEFT's adapters.
+    is the vocabulary size, and so do PEFT's adapters and what chooses or weighs experts.
+
+    Experts are :class:`octavo.GroupedExperts` and those of transformers that hold SwiGLU weights stacked as
+    ``gate_up_proj`` and ``down_proj`` (Mixtral, Qwen-MoE, DeepSeek and their kin); they run as one Function each
+    and keep class name, parameters and state dict.
 
     Args:
         model: any module, also on the meta device.
@@ -104,43 +114,61 @@ def convert(
             converted; the message says why for each.
     """
     default, compiled = get_recipe(recipe), [_compile(rule) for rule in rules]
-    heads, adapters = _heads(model), _adapters(model)
+    kept, adapters = _kept(model), _adapters(model)
     used: set[int] = set()
     decisions, changes = [], []
-    for name, module in _linears(model):
+    for name, module in (*_linears(model), *experts.convertible(model)):
         start = adapters.get(name, 0)
         index = next((i for i, (pattern, _) in enumerate(compiled) if _names(pattern, name, start)), None)
         if index is not None:
             used.add(index)
         chosen = default if index is None else compiled[index][1]
-        reason = _why_left_alone(name, module, heads, min_size, index is not None, chosen)
+        reason, shape = _judge(name, module, kept, min_size, index is not None, chosen)
         if reason is None and index is None and name in adapters:
             reason = "adapter of PEFT, which trains in high precision"
         if reason is None:
             assert chosen is not None
             changes.append((module, chosen))
             by = "default" if index is None else f"rule {compiled[index][0].pattern!r}"
-            decisions.append(Decision(name, _shape(module), chosen.name, by))
+            decisions.append(Decision(name, shape, chosen.name, by))
         else:
-            decisions.append(Decision(name, _shape(module), None, reason))
+            decisions.append(Decision(name, shape, None, reason))
     unmatched = tuple(p.pattern for i, (p, _) in enumerate(compiled) if i not in used)
     report = ConvertReport(tuple(decisions), unmatched)
     if not changes:
+        why = "every layer was left alone" if decisions else "the model has no nn.Linear and no experts"
         raise ValueError(
-            f"nothing was converted: {'the model has no nn.Linear' if not decisions else 'every layer was left alone'}"
-            f"; give rules=[(pattern, recipe), ...] that name the layers to convert\n{report}"
+            f"nothing was converted: {why}; give rules=[(pattern, recipe), ...] that name the layers to convert\n"
+            f"{report}"
         )
     for module, chosen in changes:
-        module.__class__ = Linear
-        module.recipe = chosen
+        _apply(module, chosen)
     remove(model)
     return replace(report, spans=tuple(install(model))) if spans else report
 
 
+def _judge(
+    name: str, module: nn.Module, kept: dict[int, str], min_size: int, by_rule: bool, recipe: Recipe | None
+) -> tuple[str | None, tuple[int, ...]]:
+    """Why a linear layer or a bank of experts is left alone, or None, and its shape."""
+    if isinstance(module, nn.Linear):
+        return _why_left_alone(name, module, kept, min_size, by_rule, recipe), _shape(module)
+    shape = tuple(experts.gate_weight(module).shape)
+    return _why_experts_left_alone(module, min_size, by_rule, recipe), shape
+
+
+def _apply(module: nn.Module, recipe: Recipe) -> None:
+    if isinstance(module, nn.Linear):
+        module.__class__ = Linear
+        module.recipe = recipe  # pyright: ignore
+    else:
+        experts.install(module, recipe)
+
+
 def left_alone_by_default(model: nn.Module) -> dict[str, str]:
     """Names of the linear layers that ``convert`` would leave alone without rules, and why."""
-    heads, adapters, any_recipe = _heads(model), _adapters(model), get_recipe("rowwise")
-    reasons = {name: _why_left_alone(name, m, heads, 0, False, any_recipe) for name, m in _linears(model)}
+    kept, adapters, any_recipe = _kept(model), _adapters(model), get_recipe("rowwise")
+    reasons = {name: _why_left_alone(name, m, kept, 0, False, any_recipe) for name, m in _linears(model)}
     found = {name: reason for name, reason in reasons.items() if reason is not None}
     return found | dict.fromkeys(adapters, "adapter of PEFT")
 
@@ -185,6 +213,25 @@ def _shape(module: nn.Linear) -> tuple[int, ...]:
     return (module.out_features, module.in_features)
 
 
+def _kept(model: nn.Module) -> dict[int, str]:
+    """Ids of the linear layers that stay in high precision for what they do in this model, and why."""
+    heads = "output head or embedding projection, by the embedding's weight or vocabulary size"
+    gates = "chooses or weighs experts, by name beside experts"
+    return dict.fromkeys(_gates(model), gates) | dict.fromkeys(_heads(model), heads)
+
+
+def _gates(model: nn.Module) -> set[int]:
+    """Ids of the linear layers called as a gate in a module that holds experts, or in a part of one."""
+    modules = dict(model.named_modules())
+    found = set()
+    for name, module in _linears(model):
+        *path, last = [part for part in name.split(".") if part not in TRANSPARENT]
+        above = (modules.get(".".join(path[:n])) for n in (len(path), len(path) - 1) if n >= 0)
+        if last in GATE_NAMES and any("experts" in getattr(m, "_modules", ()) for m in above):
+            found.add(id(module))
+    return found
+
+
 def _heads(model: nn.Module) -> set[int]:
     """Ids of the linear layers that are heads or projections of a token embedding, seen by its table.
 
@@ -211,7 +258,7 @@ def _heads(model: nn.Module) -> set[int]:
 def _why_left_alone(
     name: str,
     module: nn.Linear,
-    heads: set[int],
+    kept: dict[int, str],
     min_size: int,
     by_rule: bool,
     recipe: Recipe | None,
@@ -232,8 +279,24 @@ def _why_left_alone(
     top_level = all(part in WRAPPERS for part in parts[:-1])
     if parts[-1] in HEAD_NAMES or (top_level and parts[-1] in TOP_LEVEL_HEAD_NAMES):
         return "output head or embedding projection, by name"
-    if id(module) in heads:
-        return "output head or embedding projection, by the embedding's weight or vocabulary size"
+    if id(module) in kept:
+        return kept[id(module)]
     if min(_shape(module)) < min_size:
+        return f"smaller than min_size={min_size}"
+    return None
+
+
+def _why_experts_left_alone(
+    bank: nn.Module, min_size: int, by_rule: bool, recipe: Recipe | None
+) -> str | None:
+    if recipe is None:
+        return "a rule leaves it alone"
+    reason = experts.why_not(bank)
+    if reason is not None:
+        return reason
+    weight = experts.gate_weight(bank)
+    if weight.dtype not in DTYPES:
+        return f"weights of {weight.dtype} are not quantized"
+    if not by_rule and min(weight.shape[1:]) < min_size:
         return f"smaller than min_size={min_size}"
     return None

@@ -37,6 +37,10 @@ MLPS: dict[tuple[str, str], Names] = {
     ("transformers.models.mistral.", "MistralMLP"): _GATE_UP_DOWN,
     ("transformers.models.qwen2.", "Qwen2MLP"): _GATE_UP_DOWN,
     ("transformers.models.qwen3.", "Qwen3MLP"): _GATE_UP_DOWN,
+    ("transformers.models.qwen2_moe.", "Qwen2MoeMLP"): _GATE_UP_DOWN,
+    ("transformers.models.qwen3_moe.", "Qwen3MoeMLP"): _GATE_UP_DOWN,
+    ("transformers.models.deepseek_v2.", "DeepseekV2MLP"): _GATE_UP_DOWN,
+    ("transformers.models.deepseek_v3.", "DeepseekV3MLP"): _GATE_UP_DOWN,
 }
 """SwiGLU MLPs by (beginning of the module's path, class name). The module counts, because a class that merely
 shares a name may compute something else; :func:`register_mlp` adds one's own."""
