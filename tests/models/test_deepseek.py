@@ -462,8 +462,9 @@ def test_initial_weights_follow_the_seed_and_the_published_deviation() -> None:
     assert all(b.abs().sum() == 0 for b in model.buffers())
 
 
-def test_linears_convert_and_the_router_stays() -> None:
+def test_linears_and_experts_convert_and_the_router_stays() -> None:
     report = octavo.convert(tiny())
+    assert {"layers.1.moe.experts", "layers.2.moe.experts"} <= set(report.converted)
     left = {d.name: d.reason for d in report.decisions if d.recipe is None}
     assert set(left) == {"layers.1.moe.router.gate", "layers.2.moe.router.gate", "output"}
     assert "Gate is a subclass" in left["layers.1.moe.router.gate"]
