@@ -135,7 +135,10 @@ def test_suites_hold_the_published_cases() -> None:
 
 
 def test_unknown_suite_is_named() -> None:
-    with pytest.raises(ValueError, match="unknown suite 'sort'; choose from attention, rmsnorm, topk"):
+    with pytest.raises(
+        ValueError,
+        match="unknown suite 'sort'; choose from attention, block, linear, quantize, rmsnorm, topk",
+    ):
         cases.cases("sort")
 
 
@@ -193,3 +196,43 @@ def test_every_norm_shape_has_plans_that_cover_it() -> None:
                 elif isinstance(plan, norm_plans.SplitPlan):
                     assert plan.splits * plan.span >= n
                     assert plan.span % plan.c == 0
+
+
+@pytest.mark.parametrize("suite", ["quantize", "linear", "block"])
+def test_dense_suites_name_their_cases_without_a_gpu(suite: str) -> None:
+    members = cases.cases(suite)
+    names = [(case.group, case.case) for case in members]
+    assert names
+    assert len(set(names)) == len(names)
+    for case in members:
+        assert case.bytes > 0
+        assert {"octavo", "aten"} <= set(case.contenders)
+
+
+def test_quantize_suite_counts_the_bytes_of_the_issue() -> None:
+    found = {(case.group, case.case): case.bytes for case in cases.cases("quantize")}
+    elements = 28672 * 4096
+    wanted = {"row": 3, "1x128 both": 4, "column^T": 5, "tensorwise both": 6, "rowwise both": 6, "mxfp4": 2.5}
+    for group, each in wanted.items():
+        assert found[group, "bf16 28672x4096"] == each * elements
+    assert ("mxfp4", "bf16 8191x4095") not in found
+
+
+@pytest.mark.parametrize("name", ["row", "tensorwise both", "1x128^T", "mxfp8 both"])
+def test_quantize_suite_checks_what_it_times(name: str) -> None:
+    """Octavo's call and the plain steps agree, and a wrong code is found."""
+    case = next(c for c in cases.cases("quantize") if c.group == name)
+    x = torch.randn(64, 128).bfloat16()
+    result = case.contenders["octavo"](x)
+    case.check((x,), result)
+    last = next(t for t in result if t is not None)
+    last.view(torch.uint8)[0] ^= 1
+    with pytest.raises(AssertionError, match=r"output [02]: .* differ"):
+        case.check((x,), result)
+
+
+@pytest.mark.usefixtures("_timed")
+def test_compiled_contenders_are_left_out_on_request() -> None:
+    case = _case(2.0, octavo_compile=Contender(lambda x: x * 2))
+    assert "octavo_compile" not in main.run_case(case, compile=False, host=False)["ms"]
+    assert "octavo_compile" in main.run_case(case, compile=True, host=False)["ms"]

@@ -30,6 +30,8 @@ class Case:
         taken: whether Octavo's own kernel serves the case, given the inputs.
         compiled: a function to time under torch.compile as ``"compile"``, Dynamo reset for each case.
         note: anything a reader of the results must know.
+        by_events: time by CUDA events with the cache cleared instead of graph replay, and also report the memory
+            that a call takes: for steps of many milliseconds.
     """
 
     group: str
@@ -42,10 +44,14 @@ class Case:
     taken: Callable[[Inputs], bool]
     compiled: Callable[..., Any] | None = None
     note: str = ""
+    by_events: bool = False
 
 
 SUITES = {
     "attention": "octavo.bench.attention_suite:cases",
+    "block": "octavo.bench.block_suite:cases",
+    "linear": "octavo.bench.linear_suite:cases",
+    "quantize": "octavo.bench.quantize_suite:cases",
     "rmsnorm": "octavo.bench.rmsnorm_suite:cases",
     "topk": "octavo.bench.topk_suite:cases",
 }

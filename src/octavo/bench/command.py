@@ -53,22 +53,37 @@ def tune(
     wins: Annotated[
         bool, typer.Option("--wins", help="Where operators are faster than PyTorch's own on this card.")
     ] = False,
+    launch: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Launch tables of quantize, fused or matmul, by repeating it; or all.", metavar="ROOM"
+        ),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="With --launch: start nothing new after so long.")] = 600.0,
     results: Annotated[
         Path | None, typer.Option(help="Make the table from the results files in this folder; time nothing.")
     ] = None,
     to: Annotated[
         Path | None,
-        typer.Option(help="Folder of the table.", show_default="$OCTAVO_WINS or ~/.cache/octavo/wins"),
+        typer.Option(
+            help="Folder of the table.",
+            show_default="$OCTAVO_WINS or ~/.cache/octavo/wins, $OCTAVO_TABLES or ~/.config/octavo/tables",
+        ),
     ] = None,
     only: Annotated[str, typer.Option(help="Only cases whose group or name contains this.")] = "",
     jobs: Annotated[int, typer.Option(help="Compile kernels first, in so many processes.")] = 4,
 ) -> int:
-    """Measure on this card where Octavo's operators win, and write the table that `enable()` goes by."""
+    """Measure on this card: where operators win, or which launch configurations are fastest; write the tables."""
+    if launch and not wins:
+        return _tune_launches(launch, to, seconds)
     from octavo.bench import wins_table
     from octavo.operators import wins as tables
 
     if not wins:
-        raise UserError("say what to tune: --wins measures where operators are faster than PyTorch's own")
+        raise UserError(
+            "say what to tune: --wins measures where operators are faster than PyTorch's own, "
+            "--launch all the launch tables of quantize, fused and matmul"
+        )
     if results is not None and not results.is_dir():
         raise UserError(
             f"no folder {str(results)!r}: --results takes one with topk-*.json and rmsnorm-*.json"
@@ -87,6 +102,28 @@ def tune(
     tables.reload()
     typer.echo(f"wrote {path}; octavo operators status shows it")
     return 0 if complete else EXIT_FAILED
+
+
+ROOMS = ("quantize", "fused", "matmul")
+
+
+def _tune_launches(names: list[str], to: Path | None, seconds: float) -> int:
+    unknown = [name for name in names if name not in (*ROOMS, "all")]
+    if unknown:
+        raise UserError(f"unknown room {unknown[0]!r}: choose from {', '.join(ROOMS)}, or all")
+    _need_gpu("--launch times kernels on a GPU")
+    from octavo.bench import launch_tuning
+    from octavo.quantize.launch_tables import overlay_folder
+
+    rooms = ROOMS if "all" in names else tuple(dict.fromkeys(names))
+    folder = to or overlay_folder()
+    paths, rows = launch_tuning.tune(rooms, folder, seconds, typer.echo)
+    failed = sum("error" in row and not row["candidate"] for row in rows)
+    for path in paths:
+        typer.echo(f"wrote {path}; it is read before the committed table")
+    if not paths:
+        typer.echo("no candidate beat the tables: nothing was written")
+    return EXIT_FAILED if failed else 0
 
 
 def _need_gpu(what: str) -> None:

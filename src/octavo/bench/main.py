@@ -24,9 +24,10 @@ ROUNDS = 9
 
 def _usable(case: Case, inputs: Inputs, compile: bool) -> tuple[dict[str, Contender], dict[str, str]]:
     """Contenders that run on these inputs, and why the others do not."""
-    contenders = dict(case.contenders)
-    if compile and case.compiled is not None:
+    contenders = {name: c for name, c in case.contenders.items() if compile or "compile" not in name}
+    if compile:
         torch._dynamo.reset()
+    if compile and case.compiled is not None:
         contenders["compile"] = Contender(torch.compile(case.compiled, dynamic=False))
     skipped = {}
     for name in list(contenders):
@@ -50,8 +51,11 @@ def run_case(case: Case, compile: bool = True, host: bool = True) -> dict[str, A
     case.check(first, case.contenders["octavo"](*first))
     contenders, skipped = _usable(case, first, compile)
     taken = case.taken(first)
-    sets = [first] + [case.make() for _ in range(timing.copies(timing.nbytes(first)) - 1)]
-    ms = timing.replay_ms(contenders, sets, rounds=ROUNDS)
+    if case.by_events:
+        sets, ms = [first], timing.events_ms(contenders, [first])
+    else:
+        sets = [first] + [case.make() for _ in range(timing.copies(timing.nbytes(first)) - 1)]
+        ms = timing.replay_ms(contenders, sets, rounds=ROUNDS)
     result: dict[str, Any] = {
         "group": case.group,
         "case": case.case,
@@ -61,6 +65,9 @@ def run_case(case: Case, compile: bool = True, host: bool = True) -> dict[str, A
         "checked": True,
         "taken": taken,
     }
+    if case.by_events:
+        result["protocol"] = timing.EVENTS.format(rounds=timing.EVENT_ROUNDS)
+        result["peak_gb"] = timing.peak_gb(contenders, first)
     if host and min(ms.values()) < HOST_LIMIT_MS:
         both = {name: contenders[name] for name in ("octavo", "aten") if name in contenders}
         result["event_ms"] = timing.events_ms(both, sets)

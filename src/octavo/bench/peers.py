@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from octavo.bench.timing import Contender
 
-PACKAGES = {"liger": "liger-kernel", "torchao": "torchao"}
+PACKAGES = {"liger": "liger-kernel", "torchao": "torchao", "deep_gemm": "deep_gemm"}
 """Contender name to the distribution that provides it."""
 
 
@@ -50,3 +53,48 @@ def liger_rms_norm_backward() -> dict[str, Contender]:
         return rms_norm_backward(g, x, w, rstd.view(-1), 0.0, 0, block, warps, False, None)
 
     return {"liger": Contender(call)}
+
+
+TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+"""Names that mean the same in ``torchao.float8``."""
+
+
+def has_torchao_recipe(recipe: str) -> bool:
+    """Whether torchao is installed and has this recipe."""
+    return recipe in TORCHAO_RECIPES and importlib.util.find_spec("torchao") is not None
+
+
+def torchao_float8(model: nn.Module, recipe: str) -> nn.Module:
+    """``model`` with its linear layers converted by torchao's recipe of that name, in place."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    return convert_to_float8_training(model, config=config)
+
+
+def deep_gemm_blockwise() -> dict[str, Contender]:
+    """DeepGEMM's 1x128 by 128x128 product of two quantized operands; empty if it is not installed.
+
+    The package may stand alone or inside vLLM's wheel (``vllm/third_party/deep_gemm``).
+    """
+    product = _deep_gemm()
+    if product is None:
+        return {}
+
+    def call(a: Any, b: Any, *_rest: Any) -> torch.Tensor:
+        out = torch.empty(a.shape[0], b.shape[0], device=a.data.device, dtype=torch.bfloat16)
+        product((a.data, a.scale), (b.data, b.scale), out)
+        return out
+
+    return {"deep_gemm": Contender(call)}
+
+
+def _deep_gemm() -> Callable[..., Any] | None:
+    for name in ("deep_gemm", "vllm.third_party.deep_gemm"):
+        try:
+            if importlib.util.find_spec(name) is not None:
+                return importlib.import_module(name).fp8_gemm_nt
+        except (ImportError, AttributeError, OSError):
+            # Built for another PyTorch or CUDA: a peer that cannot load is one that is missing.
+            continue
+    return None

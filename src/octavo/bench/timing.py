@@ -37,6 +37,7 @@ Contenders = dict[str, Contender]
 GRAPH = (
     "CUDA-graph replay over input copies of at least 4 times the L2 cache, interleaved, median of {rounds}"
 )
+EVENT_ROUNDS = 15
 EVENTS = "CUDA events, cache cleared before each call, interleaved, median of {rounds}"
 
 
@@ -117,7 +118,7 @@ def _events(function: Callable[[], object], repeats: int) -> float:
     return start.elapsed_time(end) / repeats
 
 
-def events_ms(functions: Contenders, sets: Sequence[Inputs], rounds: int = 15) -> dict[str, float]:
+def events_ms(functions: Contenders, sets: Sequence[Inputs], rounds: int = EVENT_ROUNDS) -> dict[str, float]:
     """Milliseconds a call of each function by CUDA events, with the L2 cache cleared before each call."""
     clear = torch.empty(4 * l2_bytes(), dtype=torch.uint8, device="cuda")
     times: dict[str, list[float]] = {name: [] for name in functions}
@@ -130,6 +131,19 @@ def events_ms(functions: Contenders, sets: Sequence[Inputs], rounds: int = 15) -
             with function.context():
                 times[name].append(_events(lambda call=function.call, inputs=inputs: call(*inputs), 1))
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def peak_gb(functions: Contenders, inputs: Inputs) -> dict[str, float]:
+    """GB that one call of each function takes at its peak beyond what was allocated before it."""
+    peaks = {}
+    for name, function in functions.items():
+        function(*inputs)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        function(*inputs)
+        peaks[name] = round((torch.cuda.max_memory_allocated() - before) / 1e9, 3)
+    return peaks
 
 
 def host_times(functions: Contenders, inputs: Inputs, calls: int = 200) -> dict[str, HostTime]:

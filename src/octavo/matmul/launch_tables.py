@@ -4,6 +4,9 @@ A file names the machine (``processors``: multiprocessors or compute units, ``di
 what its entries rest on (``about``), and holds under ``products`` a list for each kind of product, ordered by
 ``up_to``, the largest number of rows that an entry is for (dense: M; rows by expert: the mean of a group; over
 groups: M of the output). The last entry has none, so no token count can leave the table.
+
+A file ``matmul-<architecture>.json`` in the overlay folder (``quantize.launch_tables.overlay_folder``) maps products
+to lists of entries that stand in place of a product's last entry, for what ``octavo tune`` measured on the card.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ import contextlib
 import functools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from octavo.quantize.launch_tables import overlay_folder
 
 TABLES = Path(__file__).parent / "tables"
 STAND_IN = "sm_90"
@@ -72,7 +77,12 @@ def load(arch: str) -> Table:
     path = TABLES / f"{arch}.json"
     path = path if path.exists() else TABLES / f"{STAND_IN}.json"
     found = json.loads(path.read_text())
-    products = {name: tuple(map(_config, entries)) for name, entries in found["products"].items()}
+    overlay = overlay_folder() / f"matmul-{arch}.json"
+    own = json.loads(overlay.read_text()) if overlay.exists() else {}
+    merged = {
+        name: [*entries[:-1], *own.get(name, entries[-1:])] for name, entries in found["products"].items()
+    }
+    products = {name: tuple(map(_config, entries)) for name, entries in merged.items()}
     for name, configs in products.items():
         limits = [c.up_to for c in configs]
         if not limits or limits[-1] is not None or None in limits[:-1]:
@@ -82,6 +92,14 @@ def load(arch: str) -> Table:
         if limits[:-1] != sorted(limits[:-1], key=lambda x: x or 0):
             raise ValueError(f"{path}: the entries of {name!r} must be ordered by up_to; got {limits}")
     return Table(found["processors"], found["dies"], products)
+
+
+def entry(config: Config) -> dict[str, Any]:
+    """What a table holds of a configuration."""
+    defaults = Config(config.kind)
+    named = {f.name: getattr(config, f.name) for f in fields(config)}
+    found = {k: v for k, v in named.items() if k == "kind" or v != getattr(defaults, k)}
+    return {**found, "tile": list(config.tile)}
 
 
 def _config(entry: dict[str, Any]) -> Config:

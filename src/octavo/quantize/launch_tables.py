@@ -2,8 +2,9 @@
 
 A table maps a kernel and a bucket to integers: ``{"tiles": {"both": {"block_m": 128, ...}}}``. Buckets name the
 kind of work and the length of a row, never the number of tokens, so a new token count can neither leave its
-bucket nor compile anything anew. A file of the same name in the folder ``$OCTAVO_TABLES`` replaces single
-entries, for cards that no committed table was measured on.
+bucket nor compile anything anew. A file ``quantize-<architecture>.json`` in the overlay folder
+(:func:`overlay_folder`) replaces single entries, for cards that no committed table was measured on: ``octavo tune
+--launch`` writes it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,13 @@ STAND_IN = "sm_90"
 _overrides: list[Table] = []
 
 
+def overlay_folder() -> Path:
+    """Where the owner's own launch tables are: ``$OCTAVO_TABLES``, or ``octavo/tables`` in the user's configuration."""
+    named = os.environ.get(OVERLAY_VARIABLE)
+    config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(named) if named else Path(config) / "octavo" / "tables"
+
+
 @functools.cache
 def load(arch: str) -> Table:
     """The table of ``arch``, with the local overlay's entries over the committed ones.
@@ -35,9 +43,8 @@ def load(arch: str) -> Table:
     """
     committed = TABLES / f"{arch}.json"
     table = _read(committed if committed.exists() else TABLES / f"{STAND_IN}.json")
-    folder = os.environ.get(OVERLAY_VARIABLE)
-    overlay = Path(folder) / f"quantize-{arch}.json" if folder else None
-    return merge(table, _read(overlay)) if overlay is not None and overlay.exists() else table
+    overlay = overlay_folder() / f"quantize-{arch}.json"
+    return merge(table, _read(overlay)) if overlay.exists() else table
 
 
 def _read(path: Path) -> Table:
