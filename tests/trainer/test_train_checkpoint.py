@@ -228,21 +228,15 @@ def test_a_full_disk_is_one_line_and_costs_nothing_saved(
     cut: TrainConfig, plain: list[float], monkeypatch: pytest.MonkeyPatch, seam: str
 ) -> None:
     place, name = SEAMS[seam]
-    if seam == "history":
+    original = getattr(place, name)
 
-        def write(self: journal.Journal, record: Any) -> None:
-            with files.writing(self.path):
+    def fault(*args: Any, **options: Any) -> Any:
+        if seam == "history":
+            with files.writing(args[0].path):
                 full()
-
-        fault: Any = write
-    else:
-        original = getattr(place, name)
-
-        def fault(*args: Any, **options: Any) -> Any:
-            # The report, which these serve too, is another matter.
-            return (
-                original(*args, **options) if "report.json" in str(args) or "out" in str(args[-1]) else full()
-            )
+        # The report, which some of these serve too, is another matter.
+        report = "report.json" in str(args) or "out" in str(args[-1])
+        return original(*args, **options) if report else full()
 
     original_step = loop.Trainer.step
 

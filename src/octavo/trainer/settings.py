@@ -42,7 +42,7 @@ def read(path: Path) -> dict[str, Any]:
         UserError: it cannot be read, is neither TOML nor JSON, or holds a key or a value that does not fit.
     """
     content = _parse(path)
-    if content.get("report") == "octavo train":
+    if isinstance(content, dict) and content.get("report") == "octavo train":
         content = content.get("config")
     if not isinstance(content, dict):
         raise UserError(f"{str(path)!r} holds no options: give them as TOML or JSON, such as seq_len = 128")
@@ -58,7 +58,7 @@ def read(path: Path) -> dict[str, Any]:
     return options
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def _parse(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -69,11 +69,10 @@ def _parse(path: Path) -> dict[str, Any]:
         raise UserError(f"--config {str(path)!r} is no text: give a TOML or JSON file") from None
     is_json = path.suffix == ".json"
     try:
-        value = json.loads(text) if is_json else tomllib.loads(text)
+        return json.loads(text) if is_json else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         kind = "JSON" if is_json else "TOML"
         raise UserError(f"{str(path)!r} is not {kind}: {error}") from None
-    return value if isinstance(value, dict) else {}
 
 
 def _checked(path: Path, key: str, value: Any, hint: Any) -> Any:
