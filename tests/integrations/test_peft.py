@@ -168,6 +168,18 @@ def test_merged_adapters_are_in_the_saved_model(tmp_path: Any) -> None:
     )
 
 
+def test_merging_inside_the_block_of_cached_weights_is_found_by_its_debug_mode() -> None:
+    model, _ = adapted()
+    with octavo.accumulate(debug=True):
+        loss_and_gradients(model, tokens())
+        model.merge_adapter()
+        with pytest.raises(RuntimeError, match="changed without PyTorch's version counter"):
+            loss_and_gradients(model, tokens())
+    x = tokens()
+    merged = model(input_ids=x, labels=x).loss.item()  # outside of the block it is right
+    assert merged == pytest.approx(loss_and_gradients(adapted()[0], x)[0], rel=5e-3)
+
+
 def test_adapters_of_a_bf16_base_are_float32() -> None:
     model = build("llama").bfloat16()
     octavo.convert(model)

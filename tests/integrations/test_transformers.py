@@ -198,6 +198,24 @@ def test_accelerate_in_bf16_trains_a_model_converted_before_or_after() -> None:
     assert losses["never"][-1] < 0.9 * losses["never"][0]
 
 
+def test_hooks_of_accelerate_work_on_a_converted_model_and_are_not_bypassed_by_conversion() -> None:
+    from accelerate.hooks import attach_execution_device_hook
+
+    model, x = build("llama"), tokens()
+    octavo.convert(model)
+    expected = loss_and_gradients(model, x)
+    attach_execution_device_hook(model, "cpu")
+    loss, gradients = loss_and_gradients(model, x)
+    assert loss == expected[0]
+    assert all(torch.equal(gradients[name], expected[1][name]) for name in expected[1])
+    hooked = build("llama")
+    attach_execution_device_hook(hooked, "cpu")
+    with pytest.raises(
+        ValueError, match=r"nothing was converted(.|\n)*its forward was replaced on the instance"
+    ):
+        octavo.convert(hooked)
+
+
 @pytest.mark.slow
 def test_torch_compile_takes_the_model_as_one_graph_that_agrees_with_eager() -> None:
     torch._dynamo.reset()
