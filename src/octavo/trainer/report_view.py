@@ -12,6 +12,7 @@ from octavo.trainer.progress import duration
 
 NONE = "–"
 HARMLESS = "None, in any layer of any run."
+SHARE_COLOURS = "Green at 0.0001 % and below, red at 10 % and above, by factors of ten between."
 TENSORS = ("input", "weight", "grad_output")
 
 
@@ -185,6 +186,7 @@ class Measure:
     key: str
     title: str
     meaning: str
+    colours: str
     worst: Callable[[list[float]], float]
     text: Callable[[float], str]
     badness: Callable[[float], float]
@@ -213,7 +215,8 @@ MEASURES = (
         "sqnr_db",
         "Signal to quantization noise, dB",
         "The worst of a tensor's products and watched steps. An E4M3 tensor with good scales has about 28 to 32 "
-        "dB, E5M2 about 6 less. Red from 15 dB, green from 35.",
+        "dB, E5M2 about 6 less.",
+        "Red at 15 dB and below, green at 35 and above.",
         min,
         lambda value: f"{value:.1f}",
         lambda value: _clamp((35 - value) / 20),
@@ -222,6 +225,7 @@ MEASURES = (
         "saturated",
         "Saturated, % of elements",
         "Clipped by more than half a step of the format; the most of a tensor's products and watched steps.",
+        SHARE_COLOURS,
         max,
         share_text,
         _share_badness,
@@ -230,6 +234,7 @@ MEASURES = (
         "underflowed",
         "Underflowed, % of elements",
         "Elements that are not zero and became zero; the most of a tensor's products and watched steps.",
+        SHARE_COLOURS,
         max,
         share_text,
         _share_badness,
