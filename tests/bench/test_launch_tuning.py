@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from octavo.bench import launch_tuning, timing
+from octavo.bench.agreement import same_bits, sqnr_db
 from octavo.bench.launch_tuning import Space
 from octavo.matmul import candidates as product_candidates
 from octavo.matmul import launch_tables as product_tables
@@ -87,7 +88,7 @@ def test_a_wrong_candidate_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None
         return x + (1 if wrong else 0)
 
     def differs(inputs: Any, found: torch.Tensor) -> str | None:
-        return launch_tuning.same_bits((found,), inputs)
+        return same_bits((found,), inputs)
 
     space = Space("quantize", "c", lambda: [(torch.zeros(4),)], call, differs, [MINE])
     rows = launch_tuning.time_space(space)
@@ -108,3 +109,10 @@ def test_candidates_are_pieces_of_a_table(arch: str) -> None:
                 assert kernel in table
                 assert all(isinstance(v, int) for config in buckets.values() for v in config.values())
     assert set(launch_tuning.DENSE) == set(candidates.DENSE)
+
+
+def test_agreement_in_db() -> None:
+    x = torch.ones(100)
+    assert sqnr_db(x, x) == float("inf")
+    assert sqnr_db(x * 1.1, x) == pytest.approx(20.0, abs=1e-3)
+    assert sqnr_db(torch.full((100,), torch.nan), x) == float("-inf")

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from octavo.bench import peers
+from octavo.bench.agreement import sqnr_db
 from octavo.bench.cases import Case
 from octavo.bench.linear_suite import RECIPES
 from octavo.bench.timing import Contender, Inputs
-from octavo.testing import sqnr
 
 TOKENS, LAYERS = 8192, 4
 FLOOR_DB = 15.0
@@ -73,7 +73,7 @@ def _make() -> Inputs:
 
 
 def _check(inputs: Inputs, result: torch.Tensor) -> None:
-    db = sqnr(_step("bf16", "", "", False, *inputs).float(), result.float())
+    db = sqnr_db(result, _step("bf16", "", "", False, *inputs))
     assert db > FLOOR_DB, f"output: {db:.1f} dB from BF16"
 
 

@@ -21,6 +21,7 @@ import torch
 from octavo import formats as F
 from octavo import hardware
 from octavo.bench import timing
+from octavo.bench.agreement import same_bits, sqnr_db
 from octavo.bench.timing import Contender, Inputs
 from octavo.formats import Format
 from octavo.matmul import candidates as product_candidates
@@ -72,23 +73,6 @@ class Space:
     wrong: Callable[[Inputs, Any], str | None]
     candidates: list[Candidate]
     override: Callable[[Candidate], AbstractContextManager[None]] = field(default=launch_tables.override)
-
-
-def same_bits(found: tuple[Any, ...], wanted: tuple[Any, ...], share: float = 0.0) -> str | None:
-    """The first output that differs in more than ``share`` of its elements; NaN scales are all alike."""
-    for n, (a, b) in enumerate(zip(found, wanted, strict=True)):
-        if a is None or b is None or not b.numel():
-            continue
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return f"output {n}: {a.dtype} {tuple(a.shape)} for {b.dtype} {tuple(b.shape)}"
-        if a.dtype == torch.float32:
-            differ = (a != b) & ~(a.isnan() & b.isnan())
-        else:
-            differ = a.view(torch.uint8) != b.view(torch.uint8)
-        count = int(differ.sum())
-        if count > share * differ.numel():
-            return f"output {n}: {count} of {differ.numel()} differ"
-    return None
 
 
 def _matrix(rows: int, columns: int) -> torch.Tensor:
@@ -147,7 +131,6 @@ def _fused(name: str, fmt: Format, backward: bool) -> Space:
 def _product(name: str, fast: bool, fmt: Format, weight: Format) -> Space:
     from octavo.matmul import reference, triton_launch
     from octavo.quantize import quantize
-    from octavo.testing import sqnr
 
     def make() -> list[Inputs]:
         return [
@@ -160,7 +143,7 @@ def _product(name: str, fast: bool, fmt: Format, weight: Format) -> Space:
     def wrong(inputs: Inputs, found: Any) -> str | None:
         a, b = inputs
         wanted = reference.scaled_mm(a, b, None, torch.float32, False)
-        db = sqnr(wanted, found.float())
+        db = sqnr_db(found, wanted)
         return None if db >= (SQNR_DB if not fast else 30.0) else f"{db:.1f} dB from the reference"
 
     options = [{name: (config,)} for config in product_candidates.DENSE[name]]

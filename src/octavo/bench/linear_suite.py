@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from octavo.bench import peers
+from octavo.bench.agreement import sqnr_db
 from octavo.bench.cases import Case
 from octavo.bench.timing import Contender, Inputs
-from octavo.testing import sqnr
 
 TOKENS = 8192
 LAYERS = {"qkv": (6144, 4096), "wo": (4096, 4096), "w1/w3": (14336, 4096), "w2": (4096, 14336)}
@@ -74,7 +74,7 @@ def _case(name: str, recipe: str, fast: str) -> Case:
     def check(inputs: Inputs, result: Any) -> None:
         names = ("output", "grad_input", "grad_weight")
         for what, got, wanted in zip(names, result, plain(*inputs), strict=True):
-            db = sqnr(wanted.float(), got.float())
+            db = sqnr_db(got, wanted)
             assert db > FLOOR_DB, f"{what}: {db:.1f} dB from BF16"
 
     contenders = {
@@ -121,7 +121,7 @@ def _product(name: str) -> Case:
         return a @ w.T
 
     def check(inputs: Inputs, result: Any) -> None:
-        db = sqnr(aten(*inputs).float(), result.float())
+        db = sqnr_db(result, aten(*inputs))
         assert db > FLOOR_DB, f"{db:.1f} dB from BF16"
 
     return Case(

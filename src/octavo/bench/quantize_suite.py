@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from octavo.bench.agreement import same_bits
 from octavo.bench.cases import Case
-from octavo.bench.launch_tuning import DENSE, same_bits
+from octavo.bench.launch_tuning import DENSE
 from octavo.bench.timing import Contender, Inputs
 from octavo.formats import Format
 from octavo.fused import reference
