@@ -1,6 +1,6 @@
 """Checks of the overrides of the gemm operator on the CPU, registered under the CPU key for this process alone.
 
-TRITON_INTERPRET=1 python tests/operators/gemm_registry.py scaled|grouped|fp8_grouped|compiled|refusals|empty
+TRITON_INTERPRET=1 python tests/operators/gemm_registry.py scaled|grouped|fp8_grouped|compiled|inductor|refusals|empty
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def fp8_grouped() -> None:
         compare(got[:37], want[:37], 50.0, "rows")
         over = quantize_grouped(x, offs, fmt, transpose=True, align=16)
         left = quantize_grouped(x[:, :48].contiguous(), offs, fmt, transpose=True, align=16)
-        ends, flat = over.group_ends, [left.scale.reshape(-1), over.scale.reshape(-1)]
+        ends, flat = over.group_ends, (left.scale.reshape(-1), over.scale.reshape(-1))
+        assert ends is not None
         got = SCALED_GROUPED_MM(left.data, over.data.t(), *flat, ends, out_dtype=BF16)
         want = matmul_reference.scaled_grouped_mm(left, over, ends, None, BF16, False)
         compare(got.flatten(0, 1), want.flatten(0, 1), 50.0, "over groups")
@@ -136,6 +137,24 @@ def compiled() -> None:
         for rows, want in zip((40, 38), expected):
             compare(run(x[:rows].clone())[:37], want[:37], 48.0, "compiled")
     assert counts()["_grouped_mm"][0] == 2
+
+
+def inductor() -> None:
+    """Compiled MX products by ``F.scaled_mm``: one graph through Inductor, served at run time."""
+    register()
+    gemm.prepare()
+    gemm.prepare()
+    a, b = operand(40, 256, MXFP8, 1), operand(48, 256, MXFP8, 2)
+    sa, sb = swizzle(a).scale, swizzle(b).scale
+    recipe, blocked = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_mm(x, b.data.t(), sa, recipe, sb, recipe, blocked, blocked).relu()
+
+    want = matmul_reference.scaled_mm(a, b, None, BF16, False).relu()
+    with operators.enabled("gemm", force=True):
+        compare(torch.compile(step, fullgraph=True)(a.data), want, 45.0, "compiled")
+    assert counts() == {"_scaled_mm_v2": (1, {})}
 
 
 def _stock(call) -> tuple[type, str]:

@@ -42,7 +42,9 @@ def test_kernels_in_the_interpreter(group: str, count: int) -> None:
     assert run("gemm_checks.py", group) == [group, str(count)]
 
 
-@pytest.mark.parametrize("group", ["scaled", "grouped", "fp8_grouped", "compiled", "refusals", "empty"])
+@pytest.mark.parametrize(
+    "group", ["scaled", "grouped", "fp8_grouped", "compiled", "inductor", "refusals", "empty"]
+)
 def test_overrides_on_the_cpu(group: str) -> None:
     assert run("gemm_registry.py", group) == [group, "passed"]
 

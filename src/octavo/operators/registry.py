@@ -34,9 +34,17 @@ OPERATORS = {
     "attention": "octavo.operators.attention",
     "gemm": "octavo.operators.gemm",
 }
-"""Names that ``enable`` takes, and the module that holds each one's OVERRIDES."""
+"""Names that ``enable`` takes, and the module that holds each one's OVERRIDES, and ``prepare()`` if it needs more."""
 
-MEASURED = ("topk", "rms_norm", "rms_norm_backward", "attention", "attention_backward", "scaled_mm", "grouped_mm")
+MEASURED = (
+    "topk",
+    "rms_norm",
+    "rms_norm_backward",
+    "attention",
+    "attention_backward",
+    "scaled_mm",
+    "grouped_mm",
+)
 """Names in the tables of wins: an operator's forward and backward win or lose apart."""
 
 ENVIRONMENT = "OCTAVO_OPERATORS"
@@ -206,8 +214,10 @@ def _switch(name: str) -> _Switch:
             switch = _switches[name] = _Switch()
             # PyTorch registers GPU kernels of both vendors under this key, and has none in a CPU build.
             if torch.version.cuda or torch.version.hip:
-                for override in importlib.import_module(OPERATORS[name]).OVERRIDES:
+                module = importlib.import_module(OPERATORS[name])
+                for override in module.OVERRIDES:
                     switch.routes.append(_Route(override, "CUDA", switch))
+                getattr(module, "prepare", lambda: None)()
         return switch
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from octavo.formats import ScaledTensor
 from octavo.matmul import scaled_mm
+from octavo.operators.gemm import mixed_mm
 from octavo.quantize import dequantize, quantize
 from octavo.serving.schemes import ACTIVATIONS, Scheme, get_scheme
 from octavo.training.convert import left_alone_by_default
@@ -22,7 +23,8 @@ class QuantizedLinear(nn.Module):
 
     Buffers ``weight_data`` and ``weight_scale`` hold codes and scales; their names in files are the scheme's
     (:mod:`octavo.serving.files`). With quantized activations the product is :func:`octavo.scaled_mm`; with 16-bit ones
-    the weight is decoded to the input's dtype for each call.
+    it is :func:`octavo.operators.gemm.mixed_mm` on a GPU, which decodes the weight inside the product, and elsewhere,
+    or where the input's gradient is wanted, the weight is decoded to the input's dtype for each call.
 
     Args:
         scheme: how the weight is kept.
@@ -71,11 +73,18 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N] in x's dtype."""
-        if self.scheme.activation is None:
-            return F.linear(x, self.weight_in(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
-        rows = x.reshape(-1, self.in_features)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        out = scaled_mm(quantize(rows, self.scheme.activation), self.quantized, bias=bias, out_dtype=x.dtype)
+        if self.scheme.activation is None and (
+            not x.is_cuda or (x.requires_grad and torch.is_grad_enabled())
+        ):
+            return F.linear(x, self.weight_in(x.dtype), bias)
+        rows = x.reshape(-1, self.in_features)
+        if self.scheme.activation is None:
+            out = mixed_mm(rows, self.quantized, bias)
+        else:
+            out = scaled_mm(
+                quantize(rows, self.scheme.activation), self.quantized, bias=bias, out_dtype=x.dtype
+            )
         return out.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

@@ -11,12 +11,18 @@ from __future__ import annotations
 
 import torch
 
+from octavo.operators import inductor
 from octavo.operators.gemm import grouped, scaled
 from octavo.operators.gemm.mixed import mixed_mm
 from octavo.operators.gemm.scaled import scaled_mm
 from octavo.operators.override import Override
 
-__all__ = ["OVERRIDES", "mixed_mm", "scaled_mm"]
+__all__ = ["OVERRIDES", "mixed_mm", "prepare", "scaled_mm"]
+
+
+def prepare() -> None:
+    """What ``enable`` does once beside registering: compiled MX products call the operator."""
+    inductor.call_mx_products()
 
 
 def _exists(overload: str) -> bool:
