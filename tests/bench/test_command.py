@@ -38,6 +38,7 @@ def octavo(capsys: pytest.CaptureFixture[str]) -> Octavo:
         (["bench", "topk"], "suite 'topk' is timed on a GPU and torch sees none"),
         (["bench", "--all"], "is timed on a GPU and torch sees none"),
         (["tune"], "say what to tune: --wins"),
+        (["tune", "--sizes", "--results", "{tmp}"], "no linear-*.json or matmul-round-*.json with sizes"),
         (["tune", "--launch", "topk"], "unknown room 'topk': choose from quantize, fused, matmul, or all"),
         (["tune", "--launch", "all"], "--launch times kernels on a GPU and torch sees none"),
         (["tune", "--wins"], "--wins times kernels on a GPU and torch sees none"),

@@ -59,6 +59,10 @@ def tune(
             help="Launch tables of quantize, fused or matmul, by repeating it; or all.", metavar="ROOM"
         ),
     ] = None,
+    sizes: Annotated[
+        bool, typer.Option("--sizes", help="Layers too small to gain, from --results; times nothing.")
+    ] = False,
+    arch: Annotated[str, typer.Option(help="With --sizes: the architecture of the results.")] = "sm_90",
     seconds: Annotated[float, typer.Option(help="With --launch: start nothing new after so long.")] = 600.0,
     results: Annotated[
         Path | None, typer.Option(help="Make the table from the results files in this folder; time nothing.")
@@ -76,13 +80,15 @@ def tune(
     """Measure on this card: where operators win, or which launch configurations are fastest; write the tables."""
     if launch and not wins:
         return _tune_launches(launch, to, seconds)
+    if sizes and not wins:
+        return _size_table(results or Path("benchmarks/results"), to, arch)
     from octavo.bench import wins_table
     from octavo.operators import wins as tables
 
     if not wins:
         raise UserError(
             "say what to tune: --wins measures where operators are faster than PyTorch's own, "
-            "--launch all the launch tables of quantize, fused and matmul"
+            "--launch all the launch tables of quantize, fused and matmul, --sizes layers too small to gain"
         )
     if results is not None and not results.is_dir():
         raise UserError(
@@ -102,6 +108,18 @@ def tune(
     tables.reload()
     typer.echo(f"wrote {path}; octavo operators status shows it")
     return 0 if complete else EXIT_FAILED
+
+
+def _size_table(results: Path, to: Path | None, arch: str) -> int:
+    from octavo.bench import sizes_table
+    from octavo.training import sizes
+
+    try:
+        path = sizes_table.write(results, to or sizes.TABLES, arch)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    typer.echo(f"wrote {path}; convert goes by it on {arch}")
+    return 0
 
 
 ROOMS = ("quantize", "fused", "matmul")

@@ -46,7 +46,7 @@ def build_model(config: TrainConfig, recipe: str) -> tuple[models.Model, int]:
         except ValueError as error:
             raise UserError(f"--init-from: {error}") from None
     changes = {"fast_accum": "all"} if config.fast_accum else {}
-    report = octavo.convert(model, recipe=octavo.get_recipe(recipe, **changes))
+    report = octavo.convert(model, recipe=octavo.get_recipe(recipe, **changes), min_size=0)
     return model, len(report.converted)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from octavo.training import experts
+from octavo.training import experts, sizes
 from octavo.training.modules import Linear
 from octavo.training.recipes import Recipe, get_recipe
 from octavo.training.spanning import install, remove
@@ -82,7 +82,7 @@ def convert(
     recipe: str | Recipe = "rowwise",
     *,
     rules: Sequence[Rule] = (),
-    min_size: int = 0,
+    min_size: int | None = None,
     spans: bool = True,
 ) -> ConvertReport:
     """Make the model's linear layers and experts train in 8 bits, in place.
@@ -103,7 +103,9 @@ def convert(
             module's path, recipe None leaves the layer alone. A rule overrides the defaults. It names an
             adapter of PEFT only if it matches the adapter's part of the path (``lora_A``): ``q_proj`` means the
             layer that is adapted.
-        min_size: leave layers alone whose smaller dimension is below this.
+        min_size: leave layers alone whose smaller dimension is below this. By default, layers of a size at which
+            the recipe was measured slower on the GPU that holds them (:mod:`octavo.training.sizes`); 0 converts
+            layers of any size.
         spans: also run the SwiGLU MLPs of :data:`octavo.training.spanning.MLPS` as one Function each.
 
     Returns:
@@ -148,7 +150,12 @@ def convert(
 
 
 def _judge(
-    name: str, module: nn.Module, kept: dict[int, str], min_size: int, by_rule: bool, recipe: Recipe | None
+    name: str,
+    module: nn.Module,
+    kept: dict[int, str],
+    min_size: int | None,
+    by_rule: bool,
+    recipe: Recipe | None,
 ) -> tuple[str | None, tuple[int, ...]]:
     """Why a linear layer or a bank of experts is left alone, or None, and its shape."""
     if isinstance(module, nn.Linear):
@@ -259,7 +266,7 @@ def _why_left_alone(
     name: str,
     module: nn.Linear,
     kept: dict[int, str],
-    min_size: int,
+    min_size: int | None,
     by_rule: bool,
     recipe: Recipe | None,
 ) -> str | None:
@@ -281,13 +288,17 @@ def _why_left_alone(
         return "output head or embedding projection, by name"
     if id(module) in kept:
         return kept[id(module)]
-    if min(_shape(module)) < min_size:
-        return f"smaller than min_size={min_size}"
-    return None
+    return _why_too_small(module.weight, min_size, recipe)
+
+
+def _why_too_small(weight: torch.Tensor, min_size: int | None, recipe: Recipe) -> str | None:
+    if min_size is None:
+        return sizes.why_too_small(tuple(weight.shape), recipe.name, weight.device)
+    return f"smaller than min_size={min_size}" if min(weight.shape[-2:]) < min_size else None
 
 
 def _why_experts_left_alone(
-    bank: nn.Module, min_size: int, by_rule: bool, recipe: Recipe | None
+    bank: nn.Module, min_size: int | None, by_rule: bool, recipe: Recipe | None
 ) -> str | None:
     if recipe is None:
         return "a rule leaves it alone"
@@ -297,6 +308,4 @@ def _why_experts_left_alone(
     weight = experts.gate_weight(bank)
     if weight.dtype not in DTYPES:
         return f"weights of {weight.dtype} are not quantized"
-    if not by_rule and min(weight.shape[1:]) < min_size:
-        return f"smaller than min_size={min_size}"
-    return None
+    return None if by_rule else _why_too_small(weight, min_size, recipe)
