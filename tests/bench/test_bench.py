@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.bench import cases, main, published, report, timing
+from octavo.bench import cases, main, plot, published, report, timing
 from octavo.bench.timing import Contender
 from octavo.operators.rms_norm import plan as norm_plans
 from octavo.operators.topk import plan as topk_plans
@@ -236,3 +236,25 @@ def test_compiled_contenders_are_left_out_on_request() -> None:
     case = _case(2.0, octavo_compile=Contender(lambda x: x * 2))
     assert "octavo_compile" not in main.run_case(case, compile=False, host=False)["ms"]
     assert "octavo_compile" in main.run_case(case, compile=True, host=False)["ms"]
+
+
+def test_a_picture_of_the_results(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    entries = [
+        {"group": "g", "case": "a", "ms": {"octavo": 1.0, "aten": 2.0, "torchao": 4.0}},
+        {"group": "g", "case": "b", "ms": {"octavo": 1.0, "aten": 3.0}},
+        {"group": "g", "case": "c", "ms": {"octavo": 1.0}},
+    ]
+    content = {
+        "suite": "linear",
+        "date": "2026-01-02T03",
+        "machine": {"gpu": "NVIDIA H200"},
+        "cases": entries,
+    }
+    labels, ratios = plot.bars(content)
+    assert labels == ["g: a", "g: b"]
+    assert ratios == {"octavo": [2.0, 3.0], "torchao": [0.5, 0.0]}
+    path = plot.write(content, tmp_path / "linear.png")
+    assert path is not None
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    assert plot.write({**content, "cases": []}, tmp_path / "none.png") is None

@@ -50,7 +50,9 @@ class Case:
 SUITES = {
     "attention": "octavo.bench.attention_suite:cases",
     "block": "octavo.bench.block_suite:cases",
+    "grouped-bf16": "octavo.bench.gemm_suite:cases",
     "linear": "octavo.bench.linear_suite:cases",
+    "mx": "octavo.bench.mx_suite:cases",
     "quantize": "octavo.bench.quantize_suite:cases",
     "rmsnorm": "octavo.bench.rmsnorm_suite:cases",
     "topk": "octavo.bench.topk_suite:cases",

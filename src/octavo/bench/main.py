@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from octavo.bench import cases as suites
-from octavo.bench import report, timing
+from octavo.bench import plot, report, timing
 from octavo.bench.cases import Case
 from octavo.bench.timing import Contender, Inputs
 
@@ -117,7 +117,7 @@ def run(
 
     Args:
         suite: a name of ``octavo.bench.cases.SUITES``.
-        out: the folder for ``<suite>-<card>.json`` and its summary ``.md``.
+        out: the folder for ``<suite>-<card>.json`` and its summary ``.md`` and picture ``.png``.
         only: run the cases whose group or name contains this.
         compile: also time torch.compile, which takes seconds a case.
         compile_only: but only for cases whose name contains this.
@@ -161,6 +161,8 @@ def run(
         content = report.results(suite, command, protocol, on, entries)
         path = report.write(content, Path(out))
         path.with_suffix(".md").write_text(report.summary(content))
+    if path is not None:
+        plot.write(report.results(suite, command, protocol, on, entries), path.with_suffix(".png"))
     if failures or path is None:
         raise RuntimeError(f"{len(failures)} of {len(selected)} cases failed, the first is {failures[0]}")
     return path
