@@ -1,0 +1,132 @@
+"""MX products by ``F.scaled_mm``, and 16-bit rows by narrow weights, beside decoding the operands first.
+
+Hopper and MI300 have no MX product, so ``aten`` there is what a user writes instead: decode to bfloat16, then multiply;
+``compile`` is the same under torch.compile. All contenders get the same quantized operands, and the result is checked
+against the reference on them. FLOPs are those of the product; bytes are the quantized operands, their scales and the
+output, each once.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from octavo import operators, quantize
+from octavo.bench import published
+from octavo.bench.cases import Case
+from octavo.bench.timing import Contender, Inputs
+from octavo.formats import E4M3FN, MXFP4, MXFP8, Format, ScaledTensor
+from octavo.matmul import reference as matmul_reference
+from octavo.operators import gemm
+from octavo.operators.gemm import reference
+
+FORMATS = {"mxfp8": MXFP8, "mxfp4": MXFP4, "block": Format(E4M3FN, "128x128")}
+MIXED = tuple((m, n, k) for n, k in ((4096, 4096), (14336, 4096)) for m in (1, 16, 64, 256, 2048))
+"""Rows of a decoding step and of a prompt, by layers of an 8B Llama."""
+TOLERANCE = 10 ** (-50 / 20)
+"""Relative error of a bfloat16 output: 50 dB."""
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def decode(data: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """bfloat16 values in plain PyTorch, as torch.compile can fuse them."""
+    if not fmt.is_mx:
+        wide = scale.repeat_interleave(128, 0)[: data.shape[0]].repeat_interleave(128, 1)[:, : data.shape[1]]
+        return (data.float() * wide).bfloat16()
+    if fmt.element.packed == 2:
+        table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], device=data.device)
+        codes = data.view(torch.uint8)
+        values = torch.stack((table[(codes & 15).int()], table[(codes >> 4).int()]), -1).flatten(1)
+    else:
+        values = data.float()
+    power = torch.exp2(scale.view(torch.uint8).float() - 127)
+    return (values.view(values.shape[0], -1, 32) * power[..., None]).flatten(1).bfloat16()
+
+
+def _check(got: torch.Tensor, want: torch.Tensor) -> None:
+    error = ((got.double() - want.double()).norm() / want.double().norm()).item()
+    assert error <= TOLERANCE, f"the result differs from the reference's by {error:.2e}"
+
+
+def _size(rows: int, k: int, fmt: Format) -> int:
+    scales = rows * k // 32 if fmt.is_mx else -(-rows // 128) * -(-k // 128) * 4
+    return rows * k // fmt.element.packed + scales
+
+
+def _mx_case(name: str, m: int, n: int, k: int, force: bool) -> Case:
+    fmt = FORMATS[name]
+    recipe, swizzle = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
+
+    def make() -> Inputs:
+        sides = [quantize(torch.randn(rows, k, device="cuda", dtype=torch.bfloat16), fmt) for rows in (m, n)]
+        blocked = [reference.swizzle(x.scale.view(torch.uint8)).view(torch.float8_e8m0fnu) for x in sides]
+        return (sides[0].data, sides[1].data, *blocked, sides[0].scale, sides[1].scale)
+
+    def call(a: torch.Tensor, b: torch.Tensor, sa: torch.Tensor, sb: torch.Tensor, *_: Any) -> torch.Tensor:
+        return F.scaled_mm(a, b.t(), sa, recipe, sb, recipe, swizzle, swizzle)
+
+    def first(a: torch.Tensor, b: torch.Tensor, _: Any, __: Any, pa: torch.Tensor, pb: torch.Tensor) -> Any:
+        return torch.mm(decode(a, pa, fmt), decode(b, pb, fmt).t())
+
+    def check(inputs: Inputs, result: Any) -> None:
+        a, b, _, _, pa, pb = inputs
+        left, right = ScaledTensor(a, pa, fmt), ScaledTensor(b, pb, fmt)
+        _check(result, matmul_reference.scaled_mm(left, right, None, torch.bfloat16, False))
+
+    def why_not(a: torch.Tensor, b: torch.Tensor, sa: torch.Tensor, sb: torch.Tensor) -> str | None:
+        arguments = (a, b.t(), [sa], [recipe.value], [swizzle.value], [sb], [recipe.value], [swizzle.value])
+        return operators.why_not("gemm", "aten::_scaled_mm_v2", *arguments, out_dtype=torch.bfloat16)
+
+    on = functools.partial(operators.enabled, "gemm", force=force)
+    return Case(
+        group=name,
+        case=f"M={m} N={n} K={k}",
+        bytes=_size(m, k, fmt) + _size(n, k, fmt) + m * n * 2,
+        flops=2 * m * n * k,
+        make=make,
+        contenders={"octavo": Contender(call, on), "aten": Contender(first)},
+        check=check,
+        taken=lambda inputs: force or why_not(*inputs[:4]) is None,
+        compiled=first,
+        note="aten decodes both operands to bfloat16, then multiplies",
+    )
+
+
+def _mixed_case(name: str, m: int, n: int, k: int) -> Case:
+    fmt = FORMATS[name]
+
+    def make() -> Inputs:
+        weight = quantize(torch.randn(n, k, device="cuda", dtype=torch.bfloat16), fmt)
+        return torch.randn(m, k, device="cuda", dtype=torch.bfloat16), weight.data, weight.scale
+
+    def call(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return gemm.mixed_mm(x, ScaledTensor(data, scale, fmt))
+
+    def first(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, decode(data, scale, fmt))
+
+    def check(inputs: Inputs, result: Any) -> None:
+        x, data, scale = inputs
+        _check(result, reference.mixed_mm(x, ScaledTensor(data, scale, fmt), None))
+
+    return Case(
+        group=f"bf16_x_{name}",
+        case=f"M={m} N={n} K={k}",
+        bytes=m * k * 2 + _size(n, k, fmt) + m * n * 2,
+        flops=2 * m * n * k,
+        make=make,
+        contenders={"octavo": Contender(call), "aten": Contender(first)},
+        check=check,
+        taken=lambda inputs: True,
+        compiled=first,
+        note="aten decodes the weight to bfloat16, then multiplies",
+    )
+
+
+def cases(force: bool = False) -> list[Case]:
+    """The published shapes in both formats, then 16-bit rows by each kind of weight."""
+    both = [_mx_case(name, *shape, force) for name in ("mxfp8", "mxfp4") for shape in published.MX]
+    return both + [_mixed_case(name, *shape) for name in FORMATS for shape in MIXED]
