@@ -43,7 +43,16 @@ def test_kernels_in_the_interpreter(group: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "group", ["scaled", "grouped", "fp8_grouped", "compiled", "inductor", "refusals", "empty"]
+    "group",
+    [
+        "scaled",
+        "grouped",
+        "fp8_grouped",
+        "compiled",
+        pytest.param("inductor", marks=pytest.mark.slow),
+        pytest.param("refusals", marks=pytest.mark.case("B48")),
+        pytest.param("empty", marks=pytest.mark.case("B48")),
+    ],
 )
 def test_overrides_on_the_cpu(group: str) -> None:
     assert run("gemm_registry.py", group) == [group, "passed"]
