@@ -177,6 +177,33 @@ def _fused(launch: ModuleType, target: str) -> Iterator[Call]:
         )
 
 
+def _experts(launch: ModuleType, target: str) -> Iterator[Call]:
+    """The expert MLP's own kernels, with the router's weights and without; quantization is another room's."""
+    f = Format(E4M3FN, "rowwise", "power_of_two").with_family(
+        "fnuz" if target in hardware.FNUZ_ARCHITECTURES else "ocp"
+    )
+    offs = torch.tensor([100, 100, 240, 256], dtype=torch.int32)
+    for dtype in (_BF16, _FP32):
+        h, grad, scores = (
+            torch.zeros(256, 4096, dtype=dtype),
+            torch.zeros(256, 2048, dtype=dtype),
+            torch.zeros(256),
+        )
+        back = torch.zeros(64, 4, dtype=torch.int64)
+        for s in (scores, None):
+            words = f"{_SHORT[dtype]} {'scored' if s is not None else 'sorted rows'}"
+            yield (
+                f"{words} swiglu backward",
+                lambda h=h, g=grad, s=s: launch.swiglu_backward_rows(h, g, s, offs, f, f, f, 16, False),
+            )
+            yield (
+                f"{words} combine",
+                lambda g=grad, s=s, back=back: launch.combine_rows(
+                    g, back, None if s is None else s.view(64, 4)
+                ),
+            )
+
+
 # ---- matmul -------------------------------------------------------------------------------------------------
 
 
@@ -318,6 +345,7 @@ def _gemm(launch: ModuleType, target: str) -> Iterator[Call]:
 _ROOMS: dict[str, tuple[str, Callable[[ModuleType, str], Iterator[Call]]]] = {
     "quantize": ("octavo.quantize.triton_launch", _quantize),
     "fused": ("octavo.fused.triton_launch", _fused),
+    "experts": ("octavo.fused.experts_launch", _experts),
     "matmul": ("octavo.matmul.triton_launch", _matmul),
     "topk": ("octavo.operators.topk.launch", _topk),
     "rms_norm": ("octavo.operators.rms_norm.launch", _rms_norm),

@@ -8,6 +8,8 @@ past the last end belong to no expert. None of these functions has gradients of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from octavo import dispatch, hardware, library
@@ -244,16 +246,51 @@ library.define(
 
 # ---- kernels ----------------------------------------------------------------------------------------------
 
-_OPS = ("permute_quantize", "swiglu_backward_rows", "combine_rows")
-
 
 def _no_triton(x: torch.Tensor, *_args: object) -> str | None:
     return hardware.why_no_triton(x.device)
 
 
-dispatch.register(
-    *(
-        dispatch.Kernel(op, "reference", f"octavo.fused.experts_reference:{op}", lambda *_: None)
-        for op in _OPS
-    ),
-)
+def _why_not_groups(x: torch.Tensor, offs: torch.Tensor, columns: Sequence[Format | None]) -> str | None:
+    if offs.shape[0] == 0:
+        return "there are no experts"
+    if any(fmt is not None and fmt.block[1] == 1 for fmt in columns):
+        return "columnwise scales of padded groups differ in shape from group to group"
+    return hardware.why_no_triton(x.device)
+
+
+def _why_not_permute(
+    x: torch.Tensor,
+    rows: torch.Tensor | None,
+    offs: torch.Tensor,
+    fmt: Format | None,
+    transposed_fmt: Format | None,
+    align: int,
+) -> str | None:
+    return _why_not_groups(x, offs, (transposed_fmt,))
+
+
+def _why_not_backward(
+    h: torch.Tensor,
+    grad: torch.Tensor,
+    scores: torch.Tensor | None,
+    offs: torch.Tensor,
+    fmt: Format | None,
+    transposed_fmt: Format | None,
+    activation_fmt: Format | None,
+    align: int,
+    keep: bool,
+) -> str | None:
+    return _why_not_groups(h, offs, (transposed_fmt, activation_fmt))
+
+
+_OPS = {
+    "permute_quantize": _why_not_permute,
+    "swiglu_backward_rows": _why_not_backward,
+    "combine_rows": _no_triton,
+}
+for _op, _why_not in _OPS.items():
+    dispatch.register(
+        dispatch.Kernel(_op, "triton", f"octavo.fused.experts_launch:{_op}", _why_not),
+        dispatch.Kernel(_op, "reference", f"octavo.fused.experts_reference:{_op}", lambda *_: None),
+    )
