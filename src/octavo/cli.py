@@ -112,6 +112,8 @@ def info(
         return
     versions = {name: version or "not installed" for name, version in content["versions"].items()}
     _show("versions", ["package", "version"], versions.items())
+    providers = ((name, reason or "usable") for name, reason in content["providers"].items())
+    _show("optional kernel languages", ["language", "state"], providers)
     devices = content["devices"]
     keys = list(devices[-1])  # a GPU's, which has more to say than the CPU before it
     _show("devices", keys, ([device.get(key, "-") for key in keys] for device in devices))

@@ -52,7 +52,7 @@ class CompileCase:
             its committed budget, so keep it stable and free of numbers that do not matter.
         room: the package it serves: `quantize`, `matmul`, `topk`, ...
         kind: a key of `KINDS`.
-        function: the `@triton.jit` function.
+        function: the `@triton.jit` function, or the `FlyKernel`.
         signature: Triton type of each run-time parameter: `"*bf16"`, `"*fp8e4nv"`, `"i32"`, ...
         constexprs: value of each compile-time parameter.
         divisible: parameters (pointers or sizes) that are multiples of 16 at the launches this stands for; Triton
@@ -90,3 +90,8 @@ class CompileCase:
     def name(self) -> str:
         """`kernel [configuration]`, the key of the case in budgets and reports."""
         return f"{self.kernel} [{self.configuration}]"
+
+    @property
+    def language(self) -> str:
+        """What the kernel is written in: "triton", or "flydsl" for an `octavo.flydsl.kernel.FlyKernel`."""
+        return getattr(self.function, "language", "triton")

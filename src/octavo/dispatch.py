@@ -102,6 +102,12 @@ def use_kernels(**names: str) -> Iterator[None]:
         _forced.update(before)
 
 
+def forced(op: str) -> Kernel | None:
+    """The kernel that ``use_kernels`` allows for ``op``, or None outside such a block."""
+    name = _forced.get(op)
+    return None if name is None else next(k for k in kernels(op) if k.name == name)
+
+
 def explain(op: str, *args: Any, **kwargs: Any) -> list[Verdict]:
     """The verdict on every kernel of ``op`` for these arguments, best first."""
     forced = _forced.get(op)

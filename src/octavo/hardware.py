@@ -35,6 +35,11 @@ FP8_MATMUL_ARCHITECTURES = (
 KERNEL_ARCHITECTURES = ("sm_90", "gfx942", "gfx950")
 """What the Triton kernels are written for, compiled for and tested on or for."""
 
+FLYDSL_ARCHITECTURES = ("gfx950",)
+"""What the FlyDSL kernels are written for."""
+OLDEST_FLYDSL, NEWEST_FLYDSL = (0, 4), (0, 5)
+"""Releases (major, minor) that the FlyDSL kernels were compiled with; the extra `flydsl` asks for the same."""
+
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 14)
 
 _assumed: list[str] = []
@@ -103,6 +108,48 @@ def triton_version() -> tuple[int, int]:
 def has_flydsl() -> bool:
     """Whether FlyDSL is installed (found, not imported)."""
     return _version("flydsl") is not None
+
+
+def flydsl_version() -> tuple[int, int]:
+    """(major, minor) of the installed FlyDSL; (0, 0) without one."""
+    return _release(_version("flydsl"))
+
+
+@functools.cache
+def why_no_flydsl() -> str | None:
+    """Why FlyDSL kernels cannot be built at all, in one line, or None; the import is tried once, and only here.
+
+    Reads the installed version first, so that a release outside the tested range is never imported.
+    """
+    if not has_flydsl():
+        return "flydsl is not installed (pip install 'octavo[flydsl]')"
+    found, wanted = _version("flydsl"), ".".join(map(str, OLDEST_FLYDSL))
+    if flydsl_version() < OLDEST_FLYDSL:
+        return f"flydsl {found} is older than {wanted}, the oldest tested (pip install -U 'octavo[flydsl]')"
+    if flydsl_version() > NEWEST_FLYDSL:
+        newest = ".".join(map(str, NEWEST_FLYDSL))
+        return f"flydsl {found} is newer than {newest}, the newest tested (pip install 'octavo[flydsl]')"
+    try:
+        importlib.import_module("flydsl.compiler")
+        importlib.import_module("flydsl.expr")
+    # A compiler with native parts fails in many ways (a missing library, another ABI): each is a reason, no crash.
+    except Exception as error:
+        told = " ".join(str(error).split())[:160]
+        return f"flydsl {found} does not import ({type(error).__name__}: {told}): reinstall 'octavo[flydsl]'"
+    return None
+
+
+def why_no_flydsl_on(device: torch.device) -> str | None:
+    """Why Octavo's FlyDSL kernels cannot serve tensors on ``device``, or None if they can."""
+    arch = architecture(device)
+    if arch not in FLYDSL_ARCHITECTURES:
+        return f"FlyDSL kernels are written for {', '.join(FLYDSL_ARCHITECTURES)}, not for {arch}"
+    return why_no_flydsl()
+
+
+def _release(version: str | None) -> tuple[int, int]:
+    parts = (version or "").split(".")
+    return (int(parts[0]), int(parts[1])) if len(parts) > 1 and "".join(parts[:2]).isdigit() else (0, 0)
 
 
 @functools.cache

@@ -12,13 +12,22 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import octavo.operators.rms_norm  # noqa: F401 (registers its kernels)
 from octavo import dispatch, hardware
 from octavo.dispatch import Verdict
 from octavo.formats import ELEMENTS, GRANULARITIES, MXFP4, MXFP8, Format
 from octavo.quantize import alignment, quantize
 from octavo.training.recipes import PRODUCTS, RECIPES, get_recipe
 
-OPS = ("quantize", "quantize_both", "quantize_grouped", "scaled_mm", "scaled_grouped_mm", "grouped_mm")
+OPS = (
+    "quantize",
+    "quantize_both",
+    "quantize_grouped",
+    "scaled_mm",
+    "scaled_grouped_mm",
+    "grouped_mm",
+    "rms_norm",
+)
 SHAPES = {
     "quantize": "MxK",
     "quantize_both": "MxK",
@@ -26,6 +35,7 @@ SHAPES = {
     "scaled_mm": "MxK NxK",
     "scaled_grouped_mm": "MxK GxNxK",
     "grouped_mm": "MxK GxNxK",
+    "rms_norm": "MxN",
 }
 _SAMPLE = {1: (4096, 4096), 2: (4096, 4096), 3: (8, 4096, 4096)}
 
@@ -33,11 +43,14 @@ _SAMPLE = {1: (4096, 4096), 2: (4096, 4096), 3: (8, 4096, 4096)}
 def info() -> dict[str, Any]:
     """Versions, devices, formats, recipes, and for each device every kernel with the reason it cannot serve.
 
+    ``providers`` says of each optional kernel language why it cannot be used, or None: it is imported for that.
+
     Kernels are asked about 4096 x 4096 operands of the ``rowwise`` recipe.
     """
     devices = hardware.devices()
     return {
         "versions": hardware.versions(),
+        "providers": {"flydsl": hardware.why_no_flydsl()},
         "devices": devices,
         "formats": {
             "elements": {e.name: {"max": e.max, "smallest": e.min_subnormal} for e in ELEMENTS.values()},
@@ -104,7 +117,7 @@ def explain(
     with assumed, FakeTensorMode():
         place = torch.device("cuda" if arch else device)
         formats = get_recipe(recipe).product(product, place)
-        if formats is None and op != "grouped_mm":
+        if formats is None and op not in ("grouped_mm", "rms_norm"):
             raise ValueError(f"recipe {recipe!r} runs {product!r} in high precision: no kernel to explain")
         pair = (formats.a, formats.b) if formats else (MXFP8, MXFP8)
         fast = bool(formats and formats.fast_accum)
@@ -128,6 +141,8 @@ def _arguments(
 ) -> tuple[Any, ...]:
     """The arguments that the op's kernels take, made of fake tensors."""
     x = torch.empty(shapes[0], dtype=dtype, device=device)
+    if op == "rms_norm":
+        return x, [shapes[0][1]], torch.empty(shapes[0][1], dtype=dtype, device=device), None
     if op == "quantize":
         return x, formats[0], False
     if op == "quantize_both":

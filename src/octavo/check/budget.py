@@ -5,7 +5,8 @@
 `registers` are vector registers a lane (VGPRs and AGPRs of the one file), rounded up to the granule of 8 in which
 they are handed out; `sgpr_spills` are scalar registers kept in lanes of a vector register; `scratch_bytes` (sm_90
 alone: on AMD there must be none) is local memory of a thread. `octavo check --all --write-budget` writes what it
-finds; the diff is then the review.
+finds; the diff is then the review. Kernels in FlyDSL have a file of their own, `<target>-flydsl.json`, by FlyDSL's
+releases: it is written where FlyDSL is installed and judged there alone.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ FOLDER = Path(__file__).parent / "budgets"
 
 Budget = Mapping[str, float]
 Budgets = dict[str, dict[str, dict[str, float]]]
+
+
+def book(target: str, language: str) -> str:
+    """The file, without `.json`, that holds the budgets of kernels in `language`."""
+    return target if language == "triton" else f"{target}-{language}"
 
 
 def read(target: str, folder: Path = FOLDER) -> Budgets:
@@ -45,14 +51,16 @@ def measure(kernel: CompiledKernel) -> dict[str, float]:
     }
 
 
-def judge(kernel: CompiledKernel, name: str, triton: str, budgets: Budgets) -> list[Finding]:
-    """Findings against the budget of case `name`; a Triton release without any budget is a known limit."""
-    if triton not in budgets:
+def judge(kernel: CompiledKernel, name: str, release: str, budgets: Budgets) -> list[Finding]:
+    """Findings against the budget of case `name`; a compiler's release without any budget is a known limit."""
+    if release not in budgets:
         known = ", ".join(budgets) or "no release"
         return [
-            Finding("budget", "limit", f"none for Triton {triton} (there are budgets for {known})", "one")
+            Finding(
+                "budget", "limit", f"none for this compiler, {release} (there are budgets for {known})", "one"
+            )
         ]
-    budget = budgets[triton].get(name)
+    budget = budgets[release].get(name)
     if budget is None:
         return [Finding("budget", "fail", "none for this case", "one: run octavo check --all --write-budget")]
     found = measure(kernel)

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.check.compile import TARGETS
+from octavo.check.flydsl_compile import why_no_compiler
 from octavo.compile_cases import CompileCase
 
 PATTERNS = ("*_kernels.py", "kernels.py")
 RECORDED = "octavo.check.rooms"
+FLYDSL = "octavo.flydsl."
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ def kernel_modules() -> list[str]:
 def entries(target: str, modules: Sequence[str] | None = None) -> list[Entry]:
     """Every case of `target`; a module without `compile_cases` (helpers of other kernels) has none.
 
-    A FlyDSL module counts only where FlyDSL is installed. Other import errors pass through: a broken module must
-    not look like one without kernels.
+    A FlyDSL module counts only where FlyDSL compiles (`left_out` says why not). Other import errors pass through: a
+    broken module must not look like one without kernels.
 
     Raises:
         ValueError: for an unknown target, or two cases of one name.
@@ -87,14 +89,16 @@ def _cases(module: str, target: str) -> list[CompileCase]:
     return provider(target)
 
 
+def left_out() -> str | None:
+    """Why FlyDSL's kernels are not among the entries, in one line, or None if they are."""
+    reason = why_no_compiler()
+    return None if reason is None else f"FlyDSL kernels are left out: {reason}"
+
+
 def _provider(name: str) -> Callable[[str], list[CompileCase]] | None:
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] == "flydsl":
-            return None
-        raise
-    return getattr(module, "compile_cases", None)
+    if name.startswith(FLYDSL) and left_out() is not None:
+        return None
+    return getattr(importlib.import_module(name), "compile_cases", None)
 
 
 def choose(found: Iterable[Entry], kernel: str | None, every: bool) -> list[Entry]:
@@ -108,7 +112,8 @@ def choose(found: Iterable[Entry], kernel: str | None, every: bool) -> list[Entr
         chosen = [e for e in found if e.case.kernel == kernel]
         if not chosen:
             names = ", ".join(sorted({e.case.kernel for e in found})) or "none"
-            raise ValueError(f"no kernel is called {kernel!r}; kernels with compile cases: {names}")
+            told = f" ({left_out()})" if left_out() else ""
+            raise ValueError(f"no kernel is called {kernel!r}; kernels with compile cases: {names}{told}")
         return chosen
     if every:
         return found

@@ -62,5 +62,7 @@ def check(
             )
         for line in report.failures():
             console.print(f"failed: {line}", style="red", soft_wrap=True, markup=False, highlight=False)
+        if report.left_out:
+            console.print(report.left_out, style="dim", soft_wrap=True, markup=False, highlight=False)
         console.print(report.summary, markup=False, highlight=False)
     return 0 if report.ok else EXIT_FAILED

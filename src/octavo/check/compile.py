@@ -207,11 +207,12 @@ def read_resources(asm: str) -> dict[str, Any]:
                 f"the amdgcn text does not state {name} (looked for {pattern!r}): unknown LLVM format"
             )
         found[name] = int(match[1])
-    found["arguments"] = _read_arguments(asm)
+    found["arguments"] = read_arguments(asm)
     return found
 
 
-def _read_arguments(asm: str) -> tuple[Argument, ...]:
+def read_arguments(asm: str) -> tuple[Argument, ...]:
+    """Every slot of the argument segment, in order, from the notes of amdgcn text."""
     notes = asm[asm.index(".amdgpu_metadata") :]
     section = re.search(r"^    \.args:(.*?)^    \.[a-z]", notes, re.MULTILINE | re.DOTALL)
     if section is None:

@@ -67,11 +67,15 @@ class CaseReport:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """A run of `octavo check`. `ok` if at least one case was checked and none failed."""
+    """A run of `octavo check`. `ok` if at least one case was checked and none failed.
+
+    `left_out` says in one line which kernels could not be looked at here, and why; "" if all were.
+    """
 
     triton: str
     targets: tuple[str, ...]
     cases: tuple[CaseReport, ...]
+    left_out: str = ""
 
     @property
     def ok(self) -> bool:
@@ -115,7 +119,7 @@ class CheckReport:
                           "ok": case.ok, **{k: fields[k] for k in ("findings", "resources", "main_loop")}})  # fmt: skip
         whole = {
             "triton": self.triton, "targets": list(self.targets), "ok": self.ok, "summary": self.summary,
-            "bound": BOUND, "cases": cases,
+            "left_out": self.left_out, "bound": BOUND, "cases": cases,
         }  # fmt: skip
         return json.dumps(whole, indent=1)
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from octavo.check import compile as compiling
 from octavo.check.compile import Argument, CompiledKernel, compile_kernel
+from octavo.check.flydsl_compile import compile_flydsl
 from octavo.compile_cases import CompileCase
 
 FOLDER_VARIABLE = "OCTAVO_CHECK_CACHE"
@@ -57,7 +58,7 @@ def key(case: CompileCase, target: str) -> str:
         _LAYOUT, triton.__version__, source, target, repr(sorted(case.signature.items())),
         repr(sorted(case.constexprs.items(), key=str)), repr(sorted(case.divisible)), str(case.num_warps),
         str(case.num_stages), str(case.fp_fusion), repr(sorted(case.options.items(), key=str)),
-        _digest(compiling.__name__),
+        _digest(compiling.__name__), *([_digest(compile_flydsl.__module__)] if case.language == "flydsl" else []),
         *(_digest(name) for name in _modules(case.function.fn.__module__)),
     ]  # fmt: skip
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -100,10 +101,15 @@ def compile_case(case: CompileCase, target: str) -> CompiledKernel:
     stored = read(name)
     if stored is not None:
         return stored
-    kernel = compile_kernel(
-        case.function, target, case.signature, case.constexprs, divisible=case.divisible, num_warps=case.num_warps,
-        num_stages=case.num_stages, fp_fusion=case.fp_fusion, options=case.options,
-    )  # fmt: skip
+    if case.language == "flydsl":
+        kernel = compile_flydsl(
+            case.function, target, case.signature, case.constexprs, divisible=case.divisible, num_warps=case.num_warps
+        )  # fmt: skip
+    else:
+        kernel = compile_kernel(
+            case.function, target, case.signature, case.constexprs, divisible=case.divisible, num_warps=case.num_warps,
+            num_stages=case.num_stages, fp_fusion=case.fp_fusion, options=case.options,
+        )  # fmt: skip
     if target == "sm_90":
         kernel = dataclasses.replace(kernel, **cubin_resources(kernel.binary))
     _write(name, kernel)

@@ -1,15 +1,16 @@
-"""Run launch code that was written for a GPU on CPU tensors, its Triton kernels executed as gfx942 or gfx950 code.
+"""Run launch code that was written for a GPU on CPU tensors, its kernels executed as gfx942 or gfx950 code.
 
 Inside `executing`, `octavo.hardware.architecture` answers the target, and a Triton launch compiles the kernel with
-the specialization that Triton would choose, executes the code object and writes the results into the tensors. So a
-whole operator runs as it would on the hardware: grids, tiles, constants, strides, scratch tensors and all.
+the specialization that Triton would choose, executes the code object and writes the results into the tensors; a
+FlyDSL launch (`octavo.flydsl.launch`) likewise, where FlyDSL is installed. So a whole operator runs as it would on
+the hardware: grids, tiles, constants, strides, scratch tensors and all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -20,11 +21,13 @@ from octavo import hardware
 from octavo.check.compile import CompiledKernel, compile_kernel
 from octavo.check.gcn.launch import TARGETS, Report, launch
 from octavo.check.launches import Launch, specialize
+from octavo.compile_cases import CompileCase
+from octavo.flydsl import launch as flydsl_launch
 
 
 @contextlib.contextmanager
 def executing(target: str) -> Iterator[list[Report]]:
-    """Execute every Triton launch made inside the block; the reports come in order of launches.
+    """Execute every Triton and FlyDSL launch made inside the block; the reports come in order of launches.
 
     Races raise at once. Launches through the autotuner are not supported. Raises ValueError for a target that the
     executor does not run.
@@ -45,8 +48,16 @@ def executing(target: str) -> Iterator[list[Report]]:
         report.raise_for_races()
         reports.append(report)
 
+    def run_flydsl(case: CompileCase, grid: Sequence[int], arguments: Sequence[Any]) -> None:
+        from octavo.check import store
+
+        report = launch(store.compile_case(case, target), grid, [_argument(a) for a in arguments])
+        report.raise_for_races()
+        reports.append(report)
+
     with (
         mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(flydsl_launch, "launch", run_flydsl),
         mock.patch.object(hardware, "architecture", return_value=target),
     ):
         yield reports

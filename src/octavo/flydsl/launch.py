@@ -1,0 +1,72 @@
+"""Allocation and launches of the FlyDSL kernels. Imported when the first call is served.
+
+No launch here was ever made on a GPU: `octavo.check.gcn.torch_launch.executing` replaces ``launch`` to run this code
+on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from octavo.compile_cases import CompileCase
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def launch(case: CompileCase, grid: Sequence[int], arguments: Sequence[Any]) -> None:
+    """Run ``case`` on the current stream of its tensors' device.
+
+    Args:
+        case: the kernel, with the constants to build it from; compiled at its first launch on a device and kept,
+            since each plain call of a FlyDSL function traces it again.
+        grid: workgroups in x, y and z.
+        arguments: its run-time arguments in the order of ``case.signature``.
+    """
+    from octavo.flydsl.kernel import placeholders
+
+    device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
+    with torch.cuda.device(device):
+        plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        sizes = (*grid, 1, 1)[:3]
+        key = (case.name, tuple(case.constexprs.items()), case.divisible, device.index)
+        run = _compiled.get(key)
+        if run is not None:
+            run(*plain, *sizes, stream)
+            return
+        import flydsl.compiler as flyc
+        import flydsl.expr as fx
+
+        # FlyDSL compiles by running once on what it is given.
+        typed = placeholders(case.signature, case.divisible, plain)
+        function = case.function.build(**case.constexprs)
+        _compiled[key] = flyc.compile(function, *typed, *sizes, fx.Stream(stream))
+
+
+def fused_rms_norm(
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``aten::_fused_rms_norm`` for arguments that ``why_not_rms_norm`` accepts: y, and rstd in float32."""
+    from octavo.flydsl.rms_norm_kernels import rms_norm_case
+
+    dims, n = len(normalized_shape), math.prod(normalized_shape)
+    x = input.reshape(-1, n)
+    # Lanes read 16 bytes at once, so rows start at multiples of them.
+    case = rms_norm_case(n, weight is not None)
+    if x.stride(1) != 1 or (case.divisible and (x.stride(0) % 8 or x.data_ptr() % 16)):
+        x = x.contiguous() if x.stride(1) != 1 or not x.is_contiguous() else x.clone()
+    y = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    rstd = torch.empty((*input.shape[:-dims], *([1] * dims)), dtype=torch.float32, device=input.device)
+    scale = x if weight is None else aligned(weight.contiguous())
+    epsilon = torch.finfo(torch.float32).eps if eps is None else eps
+    launch(case, (x.shape[0],), (x, scale, y, rstd, x.stride(0), epsilon))
+    return y, rstd
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """``x``, contiguous, at an address that is a multiple of 16; a copy if it is not at one."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
