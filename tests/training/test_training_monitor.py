@@ -227,6 +227,23 @@ def test_compiled_counts_equal_eager_ones(every: int) -> None:
     assert len(tables[0]) == 6
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_model_that_has_run_compiled_can_be_watched_and_left_alone_again(in_place: bool) -> None:
+    torch.compiler.reset()
+    net, x = nn.Sequential(octavo.Linear(64, 48), nn.ReLU(), octavo.Linear(48, 64)), torch.randn(8, 64)
+    if in_place:
+        net.compile(backend="aot_eager")
+    call = net if in_place else torch.compile(net, backend="aot_eager")
+    run_net(net, x, call)
+    for _ in range(2):
+        with octavo.monitor(net) as watch:
+            run_net(net, x, call)
+        seen = watch.read()
+        assert len(seen) == 12
+        run_net(net, 1000 * x, call)
+        assert watch.read() == seen
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_counts_shares_alike(reentrant: bool) -> None:
     net, x = make_net("tensorwise"), spread((16, 64), 3)

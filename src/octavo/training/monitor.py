@@ -48,6 +48,9 @@ class Monitor:
         self._layers = layers
         self._stats = {name: new_stats(layer.weight.device) for name, layer in layers.items()}
         self._handle = model.register_forward_pre_hook(self._before_forward)
+        for name, layer in layers.items():
+            # A model that has run compiled does not notice a new hook; it does notice this, and traces again.
+            layer.stats = self._stats[name]
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
         watch = module.training and self.step % self.every == 0
@@ -129,7 +132,9 @@ def monitor(model: nn.Module, *, every: int = 1) -> Monitor:
 
     Args:
         model: its forward marks the steps; layers converted later are not watched.
-        every: watch one step of so many.
+        every: watch one step of so many. With more than one, give a model to ``torch.compile`` that has not run
+            yet, or compile its blocks one by one: code made without the monitor may run again after the first
+            step, and is not watched.
 
     Returns:
         A :class:`Monitor`, also a context manager: ``print(m)``, ``m.read()``, ``m.first_nonfinite()``.
