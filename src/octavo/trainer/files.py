@@ -18,6 +18,11 @@ REMEDIES = {
 }
 
 
+def remedy(error: OSError) -> str:
+    """What helps against ``error`` in writing a file."""
+    return REMEDIES.get(error.errno or 0, "make it writable")
+
+
 class WriteError(Exception):
     """A file of the run could not be written. The message is one line: which one, why, and what to do.
 
@@ -27,8 +32,7 @@ class WriteError(Exception):
     """
 
     def __init__(self, path: Path, error: OSError) -> None:
-        remedy = REMEDIES.get(error.errno or 0, "make it writable")
-        super().__init__(f"cannot write {str(path)!r} ({error.strerror or error}): {remedy}")
+        super().__init__(f"cannot write {str(path)!r} ({error.strerror or error}): {remedy(error)}")
 
 
 @contextlib.contextmanager

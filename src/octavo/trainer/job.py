@@ -12,7 +12,7 @@ from octavo.trainer import data, report
 from octavo.trainer.checkpoint import Checkpoints, Saved, fingerprint
 from octavo.trainer.config import TrainConfig, check_writable
 from octavo.trainer.data import Corpus
-from octavo.trainer.files import WriteError
+from octavo.trainer.files import WriteError, remedy
 from octavo.trainer.loop import train
 from octavo.trainer.progress import RunProgress
 from octavo.trainer.records import Run, Step
@@ -87,7 +87,7 @@ def run(config: TrainConfig, corpus: Corpus, console: Console, command: str) -> 
     if isinstance(written, OSError):
         path = written.filename or config.out
         again = "run it again with --resume" if config.checkpoint_dir else "train again"
-        _line(console, f"cannot write {path} ({written.strerror}): make room and {again}", "red")
+        _line(console, f"cannot write {path} ({written.strerror}): {remedy(written)} and {again}", "red")
         return status or EXIT_FAILED
     _line(console, f"written: {', '.join(map(str, written))}")
     return status
