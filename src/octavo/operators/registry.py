@@ -44,6 +44,7 @@ MEASURED = (
     "attention_backward",
     "scaled_mm",
     "grouped_mm",
+    "scaled_grouped_mm",
 )
 """Names in the tables of wins: an operator's forward and backward win or lose apart."""
 
