@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hardware": {"_version", "formats"},
     "flydsl": CORE,
     "quantize": CORE,
-    "matmul": CORE | {"quantize"},
+    "matmul": CORE | {"quantize", "flydsl"},
     "fused": CORE | {"quantize", "matmul"},
     "training": KERNELS,
     "operators": KERNELS,

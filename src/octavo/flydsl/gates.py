@@ -29,3 +29,24 @@ def why_not_rms_norm(
     if math.prod(normalized_shape) > MAX_COLUMNS:
         return f"rows are longer than {MAX_COLUMNS}, the FlyDSL kernel's limit"
     return hardware.why_no_flydsl_on(input.device)
+
+
+def why_not_mm(a: torch.Tensor, b: torch.Tensor) -> str | None:
+    """Why the FlyDSL kernel is not right for a[M, K] @ b[N, K].T, or None if it is."""
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+        return "the operands are not [M, K] and [N, K]"
+    if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
+        return "the FlyDSL kernel takes bfloat16 alone"
+    if a.device != b.device or a.layout is not torch.strided or b.layout is not torch.strided:
+        return "the operands are not strided tensors of one device"
+    return _why_not_sizes(a.shape[0], b.shape[0], a.shape[1], 8) or hardware.why_no_flydsl_on(a.device)
+
+
+def _why_not_sizes(m: int, n: int, k: int, multiple: int) -> str | None:
+    if 0 in (m, n, k):
+        return "an operand is empty"
+    if n % 8 or k % multiple:
+        return f"N is not a multiple of 8 or K not one of {multiple}"
+    if max(m, n, k) >= 2**30:
+        return "a size is 2**30 or more"
+    return None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from octavo.compile_cases import CompileCase
+from octavo.flydsl.plan import MM_TILE
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 
@@ -55,10 +56,12 @@ def fused_rms_norm(
 
     dims, n = len(normalized_shape), math.prod(normalized_shape)
     x = input.reshape(-1, n)
-    # Lanes read 16 bytes at once, so rows start at multiples of them.
+    # A kernel whose lanes read 16 bytes at once wants rows to start at multiples of them.
     case = rms_norm_case(n, weight is not None)
-    if x.stride(1) != 1 or (case.divisible and (x.stride(0) % 8 or x.data_ptr() % 16)):
-        x = x.contiguous() if x.stride(1) != 1 or not x.is_contiguous() else x.clone()
+    if case.divisible:
+        x = rows_of_16_bytes(x)
+    elif x.stride(1) != 1:
+        x = x.contiguous()
     y = torch.empty(input.shape, dtype=input.dtype, device=input.device)
     rstd = torch.empty((*input.shape[:-dims], *([1] * dims)), dtype=torch.float32, device=input.device)
     scale = x if weight is None else aligned(weight.contiguous())
@@ -70,3 +73,21 @@ def fused_rms_norm(
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """``x``, contiguous, at an address that is a multiple of 16; a copy if it is not at one."""
     return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def rows_of_16_bytes(x: torch.Tensor) -> torch.Tensor:
+    """``x`` [rows, columns] with unit column stride and every row at a multiple of 16 bytes; a copy if it is not so."""
+    wide = x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0
+    return aligned(x if wide else x.contiguous())
+
+
+def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [M, K] @ b [N, K].T in bfloat16 for operands that ``why_not_mm`` accepts, summed in float32."""
+    from octavo.flydsl.mm_kernels import mm_case
+
+    a, b = rows_of_16_bytes(a), rows_of_16_bytes(b)
+    m, n, k = a.shape[0], b.shape[0], a.shape[1]
+    c = torch.empty((m, n), dtype=a.dtype, device=a.device)
+    grid = (-(-m // MM_TILE), -(-n // MM_TILE))
+    launch(mm_case(), grid, (a, b, c, m, n, k, a.stride(0), b.stride(0)))
+    return c

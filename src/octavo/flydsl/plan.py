@@ -15,3 +15,9 @@ def vector_width(columns: int) -> int:
 def rms_norm_threads(columns: int) -> int:
     """Threads a row: one wave up to 1024 columns, then as many as keep at most 32 values a lane."""
     return 64 if columns <= 1024 else 128 if columns <= 2048 else 256
+
+
+MM_TILE = 128
+"""Rows and columns of the result that a workgroup of the dense product makes."""
+MM_K = 64
+"""Values along K that it holds in LDS at a time."""

@@ -234,6 +234,7 @@ library.define(
 
 
 def _register() -> None:
+    from octavo.flydsl import gates as flydsl_gates
     from octavo.matmul import torch_kernels, triton_gates
 
     for op in ("scaled_mm", "scaled_grouped_mm", "grouped_mm"):
@@ -246,6 +247,11 @@ def _register() -> None:
             ),
             dispatch.Kernel(op, "reference", f"octavo.matmul.reference:{op}", lambda *_: None),
         )
+    # a[M, K] @ b[N, K].T in 16 bits: PyTorch's own, unless another kernel is named.
+    dispatch.register(
+        dispatch.Kernel("mm", "torch", "octavo.matmul.torch_kernels:mm", lambda *_: None),
+        dispatch.Kernel("mm", "flydsl", "octavo.flydsl.launch:mm", flydsl_gates.why_not_mm),
+    )
 
 
 _register()

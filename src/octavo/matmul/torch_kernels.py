@@ -209,3 +209,8 @@ def _zero_tail(out: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
 def _zero_empty_groups(out: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     sizes = torch.diff(offs, prepend=offs.new_zeros(1))
     return out.masked_fill_((sizes == 0)[:, None, None], 0)
+
+
+def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [M, K] @ b [N, K].T by ``torch.mm``."""
+    return torch.mm(a, b.t())
