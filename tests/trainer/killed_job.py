@@ -5,7 +5,8 @@ which ends one attempt, and ``config``, what is left of a ``TrainConfig``. The m
 ``when``-th time that a file in the checkpoint folder is opened, renamed or removed, just before it happens;
 with "write", in the middle of the ``when``-th part of a file of tensors; with "step", after that many steps;
 and with "time", after a share of what the whole job takes, from another process. An attempt begins where the
-last one was killed, and after all of them one runs to its end. Prints what happened as JSON.
+last one was killed, and after all of them one runs to its end. With ``sweep``, each event is the moment of a job
+of its own, below ``killed-NUMBER``. Prints what happened as JSON.
 """
 
 from __future__ import annotations
@@ -108,6 +109,15 @@ def go(config: TrainConfig) -> int:
     return status
 
 
+def sweep(fields: dict[str, Any], folder: Path, events: int) -> list[list[int]]:
+    """A job for each event, killed there once and gone on with; how the two attempts of each ended."""
+    ended = []
+    for number in range(1, events + 1):
+        config = TrainConfig(**fields, checkpoint_dir=folder / f"killed-{number}", resume=True)
+        ended.append([attempt(config, "event", number, 0), attempt(config, "none", 0, 0)])
+    return ended
+
+
 def main() -> None:
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     models.PRESETS["tiny"] = TINY
@@ -123,10 +133,12 @@ def main() -> None:
     assert go(plain) == 0
     seconds, events = time.perf_counter() - begin, len(seen)
 
+    if options.get("sweep"):
+        print(json.dumps({"seen": seen, "ended": sweep(fields, folder, events)}))
+        return
     config = TrainConfig(**fields, checkpoint_dir=folder / "killed", resume=True)
     ended = []
     for kind, when in options["moments"]:
-        when = 1 + int(when * (events - 1)) if kind == "event" and when < 1 else when
         ended.append([kind, when, attempt(config, kind, when, seconds)])
     status = attempt(config, "none", 0, seconds)
     said = [path.read_text() for path in sorted(config.out.glob("said-*.txt"))]

@@ -19,8 +19,10 @@ PROGRAM = Path(__file__).with_name("killed_job.py")
 JOB = {"recipes": ["rowwise"], "dtype": "bfloat16", "checkpoint_every": 2}
 
 
-def killed(folder: Path, moments: list[tuple[str, float]], **changes: Any) -> dict[str, Any]:
-    options = json.dumps({"moments": moments, "config": JOB | changes})
+def killed(
+    folder: Path, moments: list[tuple[str, float]], *, sweep: bool = False, **changes: Any
+) -> dict[str, Any]:
+    options = json.dumps({"moments": moments, "sweep": sweep, "config": JOB | changes})
     done = subprocess.run(
         [sys.executable, str(PROGRAM), str(folder), options],
         capture_output=True,
@@ -39,14 +41,14 @@ def weights(folder: Path) -> dict[str, Any]:
     return {"step": manifest["step"]} | {n: f for n, f in manifest["files"].items() if n.endswith(".distcp")}
 
 
-def check(folder: Path, outcome: dict[str, Any]) -> None:
-    assert outcome["status"] == 0, outcome["said"]
-    assert weights(folder / "killed/rowwise") == weights(folder / "plain/rowwise")
-    names = sorted(path.name for path in (folder / "killed/rowwise").iterdir())
+def check(folder: Path, which: str) -> None:
+    """The run below ``which`` left what the one that was never killed left."""
+    assert weights(folder / which / "rowwise") == weights(folder / "plain/rowwise")
+    names = sorted(path.name for path in (folder / which / "rowwise").iterdir())
     assert names == sorted(path.name for path in (folder / "plain/rowwise").iterdir())
     histories = [
-        [json.loads(line) for line in (folder / which / "rowwise/steps.jsonl").read_text().splitlines()]
-        for which in ("plain", "killed")
+        [json.loads(line) for line in (folder / job / "rowwise/steps.jsonl").read_text().splitlines()]
+        for job in ("plain", which)
     ]
     one, other = ([(s["number"], s["loss"], s["grad_norm"]) for s in steps] for steps in histories)
     assert one == other
@@ -61,16 +63,14 @@ def test_killed_at_ten_random_moments(tmp_path: Path) -> None:
     moments += [("step", draw.randint(1, 3))]
     outcome = killed(tmp_path, moments, steps=24)
     assert [status for *_, status in outcome["ended"]] == [signal.SIGKILL] * 10
-    check(tmp_path, outcome)
+    assert outcome["status"] == 0, outcome["said"]
+    check(tmp_path, "killed")
 
 
 @pytest.mark.exhaustive
 def test_killed_before_every_file_operation(tmp_path: Path) -> None:
-    events = killed(tmp_path / "count", [], steps=4) if (tmp_path / "count").mkdir() is None else {}
-    assert "os.rename .step-00000002.partial" in events["seen"]
-    for number in range(1, events["events"] + 1):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        outcome = killed(folder, [("event", number)], steps=4)
-        assert outcome["ended"] == [["event", number, signal.SIGKILL]]
-        check(folder, outcome)
+    outcome = killed(tmp_path, [], sweep=True, steps=4)
+    assert "os.rename .step-00000002.partial" in outcome["seen"]
+    assert outcome["ended"] == [[signal.SIGKILL, 0]] * len(outcome["seen"])
+    for number in range(1, len(outcome["seen"]) + 1):
+        check(tmp_path, f"killed-{number}")
