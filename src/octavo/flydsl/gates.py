@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from octavo import hardware
-from octavo.flydsl.plan import MAX_COLUMNS
+from octavo.flydsl.plan import MAX_COLUMNS, MX_BLOCK, MX_ELEMENTS
+from octavo.formats import ScaledTensor, ScaleLayout
 
 
 def why_not_rms_norm(
@@ -40,6 +41,22 @@ def why_not_mm(a: torch.Tensor, b: torch.Tensor) -> str | None:
     if a.device != b.device or a.layout is not torch.strided or b.layout is not torch.strided:
         return "the operands are not strided tensors of one device"
     return _why_not_sizes(a.shape[0], b.shape[0], a.shape[1], 8) or hardware.why_no_flydsl_on(a.device)
+
+
+def why_not_scaled_mm(
+    a: ScaledTensor, b: ScaledTensor, bias: torch.Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> str | None:
+    """Why the FlyDSL kernel cannot multiply these operands, or None if it can: MXFP8 by MXFP8 into bfloat16."""
+    for side in (a, b):
+        if side.format.granularity != "1x32" or side.format.element.name not in MX_ELEMENTS:
+            return f"the FlyDSL kernel takes MXFP8 ({', '.join(MX_ELEMENTS)}), not {side.format.key}"
+        if side.layout is not ScaleLayout.PLAIN:
+            return f"the FlyDSL kernel takes plain scales, not {side.layout.value}"
+        if side.ndim != 2 or side.group_ends is not None:
+            return "the FlyDSL kernel takes two matrices, no groups"
+    if bias is not None or out_dtype != torch.bfloat16:
+        return "the FlyDSL kernel writes bfloat16 and adds no bias"
+    return _why_not_sizes(a.shape[0], b.shape[0], a.shape[1], MX_BLOCK) or hardware.why_no_flydsl_on(a.device)
 
 
 def _why_not_sizes(m: int, n: int, k: int, multiple: int) -> str | None:

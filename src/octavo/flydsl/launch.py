@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from octavo.compile_cases import CompileCase
-from octavo.flydsl.plan import MM_TILE
+from octavo.flydsl.plan import MM_TILE, MX_K
+from octavo.formats import ScaledTensor
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 
@@ -90,4 +91,19 @@ def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     c = torch.empty((m, n), dtype=a.dtype, device=a.device)
     grid = (-(-m // MM_TILE), -(-n // MM_TILE))
     launch(mm_case(), grid, (a, b, c, m, n, k, a.stride(0), b.stride(0)))
+    return c
+
+
+def scaled_mm(
+    a: ScaledTensor, b: ScaledTensor, bias: torch.Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> torch.Tensor:
+    """a [M, K] @ b [N, K].T in bfloat16 for operands that ``why_not_scaled_mm`` accepts."""
+    from octavo.flydsl.mx_kernels import mx_case
+
+    (m, k), n = a.shape, b.shape[0]
+    case = mx_case(a.format.element.name, b.format.element.name, k % MX_K == 0)
+    data = [aligned(x.data.contiguous().view(torch.uint8)) for x in (a, b)]
+    scales = [aligned(x.scale.contiguous().view(torch.uint8)) for x in (a, b)]
+    c = torch.empty((m, n), dtype=out_dtype, device=a.device)
+    launch(case, (-(-m // MM_TILE), -(-n // MM_TILE)), (*data, *scales, c, m, n, k))
     return c

@@ -21,3 +21,7 @@ MM_TILE = 128
 """Rows and columns of the result that a workgroup of the dense product makes."""
 MM_K = 64
 """Values along K that it holds in LDS at a time."""
+MX_K, MX_BLOCK = 128, 32
+"""Values along K of an MX product held in LDS at a time, and those that share a scale."""
+MX_ELEMENTS = {"e4m3fn": 0, "e5m2": 1}
+"""Element of an MX product to its code in the matrix instruction (cbsz, blgp)."""

@@ -237,6 +237,11 @@ def _register() -> None:
     from octavo.flydsl import gates as flydsl_gates
     from octavo.matmul import torch_kernels, triton_gates
 
+    flydsl = (
+        dispatch.Kernel(
+            "scaled_mm", "flydsl", "octavo.flydsl.launch:scaled_mm", flydsl_gates.why_not_scaled_mm
+        ),
+    )
     for op in ("scaled_mm", "scaled_grouped_mm", "grouped_mm"):
         dispatch.register(
             dispatch.Kernel(
@@ -245,6 +250,7 @@ def _register() -> None:
             dispatch.Kernel(
                 op, "triton", f"octavo.matmul.triton_launch:{op}", getattr(triton_gates, f"why_not_{op}")
             ),
+            *(flydsl if op == "scaled_mm" else ()),
             dispatch.Kernel(op, "reference", f"octavo.matmul.reference:{op}", lambda *_: None),
         )
     # a[M, K] @ b[N, K].T in 16 bits: PyTorch's own, unless another kernel is named.

@@ -187,7 +187,9 @@ def launch(
     steps = decode(program, code.target)
     _check_arguments(code, args)
     arrays = [a for a in args if isinstance(a, np.ndarray)]
-    kernarg = np.zeros(max(code.kernarg_bytes, 8), np.uint8)
+    # LLVM may load past the last argument, up to the segment's alignment of 16: those bytes exist and mean nothing.
+    kernarg = np.full(max(-(-code.kernarg_bytes // 16) * 16, 16), 0xDE, np.uint8)
+    kernarg[: code.kernarg_bytes] = 0
     space = GlobalMemory(arrays, kernarg)
     _pack_arguments(code, args, sizes, space, kernarg)
     report = Report()
