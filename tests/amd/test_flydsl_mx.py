@@ -89,3 +89,35 @@ def test_what_check_asks_of_each_configuration() -> None:
     found = {case.name: findings(case) for case in cases("mx_kernels")}
     assert len(found) == 8
     assert not any(found.values()), found
+
+
+def _run_edited(old: str, new: str) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The product of a changed code object, what it should be, and the number of races found."""
+    import ml_dtypes
+    import numpy as np
+
+    from octavo.check import store
+    from octavo.check.gcn import launch
+    from octavo.flydsl.mx_kernels import mx_case
+
+    a, b = operand(40, 256), operand(48, 256, seed=1)
+    kernel = store.compile_case(mx_case("e4m3fn", "e4m3fn", True), "gfx950")
+    assert old in kernel.asm
+    asm = kernel.asm.replace(old, new)
+    c = np.full((40, 48), np.nan, ml_dtypes.bfloat16)
+    arrays = [x.view(torch.uint8).numpy() for x in (a.data, b.data, a.scale, b.scale)]
+    report = launch(replace(kernel, asm=asm), (1, 1), [*arrays, c, 40, 48, 256])
+    exact = octavo.dequantize(a, torch.float32) @ octavo.dequantize(b, torch.float32).t()
+    return torch.from_numpy(c.astype(np.float32)), exact, len(report.races)
+
+
+def test_sabotage_is_caught() -> None:
+    """The other scale byte gives other numbers, and without barriers there are races."""
+    got, exact, races = _run_edited("s_endpgm", "s_endpgm")
+    assert races == 0
+    torch.testing.assert_close(got, exact, rtol=2.0**-7, atol=1e-2)
+    got, exact, races = _run_edited(" op_sel_hi:[1,1,0]", " op_sel_hi:[0,0,0]")
+    assert races == 0
+    assert not torch.allclose(got, exact, rtol=0.1, atol=1.0)
+    *_, races = _run_edited("\ts_barrier\n", "")
+    assert races > 0
