@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -89,3 +90,15 @@ def test_an_architecture_without_flydsl_kernels_is_told_first() -> None:
     with hardware.assume_architecture("gfx942"):
         reason = hardware.why_no_flydsl_on(torch.device("cuda"))
     assert reason == "FlyDSL kernels are written for gfx950, not for gfx942"
+
+
+@pytest.mark.parametrize("arguments", [["info"], ["explain", "rms_norm", "4x8", "--arch", "gfx950"]], ids=str)
+def test_the_command_line_shows_the_reason_whole(arguments: list[str]) -> None:
+    """The extra's brackets are no markup."""
+    code = "import sys; sys.modules['flydsl'] = None\nfrom octavo.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "COLUMNS": "200"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "flydsl is not installed (pip install 'octavo[flydsl]')" in done.stdout

@@ -104,6 +104,8 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show devices, formats, versions, and every kernel with the reason why it cannot serve."""
+    from rich.markup import escape
+
     from octavo.info import info as describe
 
     content = describe()
@@ -112,7 +114,7 @@ def info(
         return
     versions = {name: version or "not installed" for name, version in content["versions"].items()}
     _show("versions", ["package", "version"], versions.items())
-    providers = ((name, reason or "usable") for name, reason in content["providers"].items())
+    providers = ((name, escape(reason or "usable")) for name, reason in content["providers"].items())
     _show("optional kernel languages", ["language", "state"], providers)
     devices = content["devices"]
     keys = list(devices[-1])  # a GPU's, which has more to say than the CPU before it
@@ -175,7 +177,11 @@ def explain(
 
 
 def _verdict_row(kernel: str, reason: str | None, chosen: bool) -> tuple[str, str]:
-    return kernel, "[bold]yes, chosen[/bold]" if chosen else "yes" if reason is None else f"no: {reason}"
+    from rich.markup import escape
+
+    # A reason may name an extra, octavo[triton], which is no markup.
+    no = f"no: {escape(reason or '')}"
+    return kernel, "[bold]yes, chosen[/bold]" if chosen else "yes" if reason is None else no
 
 
 def _show(title: str, headers: list[str], rows: Iterable[Iterable[object]]) -> None:
