@@ -95,3 +95,12 @@ def test_launch_code_runs_whole_and_the_operator_takes_it_where_it_is_named() ->
         refused = rms_norm.why_not_forward(base.float(), [520], None, EPS)
     assert len(reports) == len(inputs)
     assert refused == "the FlyDSL kernel takes bfloat16 alone"
+
+
+def test_every_flydsl_case_has_a_budget_and_no_budget_is_stale() -> None:
+    from octavo.check import budget, catalog
+    from octavo.hardware import flydsl_version
+
+    names = {e.name for e in catalog.entries("gfx950") if e.case.language == "flydsl"}
+    release = ".".join(map(str, flydsl_version()))
+    assert names == set(budget.read(budget.book("gfx950", "flydsl"))[release])
