@@ -212,3 +212,22 @@ def test_difference_in_percent() -> None:
 
 def test_running_mean() -> None:
     assert plot.running_mean([2.0, 4.0, 6.0, 8.0], 2).tolist() == [2.0, 3.0, 5.0, 7.0]
+
+
+def test_memory_that_does_not_suffice_is_one_line_and_keeps_the_steps(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = loop.Trainer.step
+
+    def fails_at_the_third(trainer: loop.Trainer, number: int) -> Step:
+        if number == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee documentation")
+        return step(trainer, number)
+
+    monkeypatch.setattr(loop.Trainer, "step", fails_at_the_third)
+    status, shown, content = run_job(job(recipes=("bf16", "rowwise"), steps=4))
+    assert status == 1
+    said = " ".join(shown.split())
+    assert "bf16 stopped: CUDA out of memory; raise --grad-accum, lower --batch-size" in said
+    assert [run["status"] for run in content["runs"]] == ["out-of-memory"]
+    assert content["runs"][0]["steps"] == 2

@@ -219,6 +219,14 @@ def _conclude(
     if last.status == "unwritable":
         _line(console, f"{last.recipe} stopped: {last.failure}{kept}{on}", "red")
         return EXIT_FAILED
+    if last.status == "out-of-memory":
+        _line(
+            console,
+            f"{last.recipe} stopped: {last.failure}; raise --grad-accum, lower --batch-size or --seq-len, or add "
+            f"--activation-checkpoint{kept}",
+            "red",
+        )
+        return EXIT_FAILED
     if last.status == "interrupted":
         done = last.steps[-1].number if last.steps else 0
         _line(console, f"{last.recipe} was interrupted after step {done}{kept}{on}", "yellow")

@@ -199,8 +199,8 @@ def train(
     """Trains one model; calls ``on_start`` before the first step and ``on_step`` after each.
 
     Ends early, with the steps done so far, on a non-finite loss or gradient (before it reaches the weights),
-    when ``stop()`` becomes true, on a second Ctrl-C, and when something cannot be written; ``Run.status``
-    says which.
+    when ``stop()`` becomes true, on a second Ctrl-C, when something cannot be written and when the device's
+    memory does not suffice; ``Run.status`` says which.
 
     Args:
         checkpoints: where to keep them; the newest is of the step that the run ended with, if that was good.
@@ -224,6 +224,8 @@ def train(
         run.status = "interrupted"
     except WriteError as error:
         run.status, run.failure = "unwritable", str(error)
+    except torch.OutOfMemoryError as error:
+        run.status, run.failure = "out-of-memory", str(error).strip().partition("\n")[0].partition(". ")[0]
     run.wall_seconds = time.perf_counter() - begin
     return run
 

@@ -40,7 +40,7 @@ class Run:
     recipe: str
     steps: list[Step] = field(default_factory=list)
     status: str = "running"
-    """running, finished, non-finite, interrupted or unwritable."""
+    """running, finished, non-finite, interrupted, unwritable or out-of-memory."""
     flops: dict[str, int] = field(default_factory=dict)
     """Of one step, by operator, without what activation checkpointing computes twice."""
     converted: int = 0
