@@ -1,9 +1,11 @@
-"""What every test shares: hypothesis profiles, a limit of memory, and GPU tests skipped where there is no GPU."""
+"""What every test shares: hypothesis profiles, a limit of memory, signals, and GPU tests skipped without a GPU."""
 
 from __future__ import annotations
 
 import os
 import resource
+import signal
+import threading
 
 import pytest
 import torch
@@ -23,6 +25,14 @@ if not torch.cuda.is_available():  # a GPU's driver reserves more address space 
     _, _hard = resource.getrlimit(resource.RLIMIT_DATA)
     _limit = MEMORY_LIMIT if _hard == resource.RLIM_INFINITY else min(MEMORY_LIMIT, _hard)
     resource.setrlimit(resource.RLIMIT_DATA, (_limit, _hard))
+
+# A shell ignores SIGINT for what it runs in the background, and children inherit that: tests of signals would then
+# wait for one that never comes.
+if (
+    threading.current_thread() is threading.main_thread()
+    and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
