@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -42,3 +43,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU and torch sees none"))
+
+
+@pytest.fixture
+def octavo(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs `octavo ARGUMENTS` in this process: exit status, standard output, standard error."""
+    from octavo import cli
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            cli.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return int(caught.value.code or 0), captured.out, captured.err
+
+    return run

@@ -18,19 +18,6 @@ Octavo = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def octavo(capsys: pytest.CaptureFixture[str]) -> Octavo:
-    """Runs `octavo ARGUMENTS` in this process: exit status, standard output, standard error."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            cli.main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return int(caught.value.code or 0), captured.out, captured.err
-
-    return run
-
-
-@pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text("the quick brown fox jumps over the lazy dog\n" * 200)

@@ -10,24 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from octavo import cli, hardware
+from octavo import hardware
 from octavo.bench import main
 from octavo.operators import wins
 
 Octavo = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def octavo(capsys: pytest.CaptureFixture[str]) -> Octavo:
-    """Runs `octavo ARGUMENTS`: exit status, standard output, standard error."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            cli.main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return int(caught.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 @pytest.mark.parametrize(

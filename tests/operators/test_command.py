@@ -7,23 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from octavo import cli, operators
+from octavo import operators
 from octavo.operators import native, wins
 
 Octavo = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def octavo(capsys: pytest.CaptureFixture[str]) -> Octavo:
-    """Runs `octavo ARGUMENTS`: exit status, standard output, standard error."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            cli.main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return int(caught.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture
