@@ -11,7 +11,7 @@ DeepSeek-V3 (arXiv:2412.19437), and the ``config.json`` published with the weigh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,20 @@ class DeepSeekConfig:
             return DeepSeek(self).to(dtype=dtype)
 
 
+_MIXTURE_16B = MixtureConfig(experts=64, active=6, ffn_dim=1408, shared=2)
+_V3_MIXTURE = MixtureConfig(
+    experts=256,
+    active=8,
+    ffn_dim=2048,
+    shared=1,
+    score="sigmoid",
+    groups=8,
+    active_groups=4,
+    normalized=True,
+    scale=2.5,
+    balance_rate=0.001,
+)
+
 PRESETS: dict[str, DeepSeekConfig] = {
     # Of no publication: every part of DeepSeek-V3 at a size for a CPU, on bytes.
     "deepseek-v3-debug": DeepSeekConfig(
@@ -81,18 +95,7 @@ PRESETS: dict[str, DeepSeekConfig] = {
         n_heads=8,
         ffn_dim=768,
         dense_layers=1,
-        mixture=MixtureConfig(
-            experts=16,
-            active=4,
-            ffn_dim=128,
-            shared=1,
-            score="sigmoid",
-            groups=4,
-            active_groups=2,
-            normalized=True,
-            scale=2.5,
-            balance_rate=0.001,
-        ),
+        mixture=replace(_V3_MIXTURE, experts=16, active=4, ffn_dim=128, groups=4, active_groups=2),
         latent=LatentConfig(q_rank=128, kv_rank=64, nope_dim=32, rope_dim=16, v_dim=32),
         vocab_size=256,
         max_seq_len=2048,
@@ -105,7 +108,7 @@ PRESETS: dict[str, DeepSeekConfig] = {
         n_heads=16,
         ffn_dim=10_944,
         dense_layers=1,
-        mixture=MixtureConfig(experts=64, active=6, ffn_dim=1408, shared=2),
+        mixture=_MIXTURE_16B,
         latent=LatentConfig(q_rank=None, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128),
         max_seq_len=163_840,
         yarn=YarnScaling(factor=40.0, mscale=0.707, mscale_all_dim=0.707),
@@ -116,7 +119,7 @@ PRESETS: dict[str, DeepSeekConfig] = {
         n_heads=16,
         ffn_dim=10_944,
         dense_layers=1,
-        mixture=MixtureConfig(experts=64, active=6, ffn_dim=1408, shared=2),
+        mixture=_MIXTURE_16B,
     ),
     "deepseek-v3": DeepSeekConfig(
         dim=7168,
@@ -124,18 +127,7 @@ PRESETS: dict[str, DeepSeekConfig] = {
         n_heads=128,
         ffn_dim=18_432,
         dense_layers=3,
-        mixture=MixtureConfig(
-            experts=256,
-            active=8,
-            ffn_dim=2048,
-            shared=1,
-            score="sigmoid",
-            groups=8,
-            active_groups=4,
-            normalized=True,
-            scale=2.5,
-            balance_rate=0.001,
-        ),
+        mixture=_V3_MIXTURE,
         latent=LatentConfig(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128),
         vocab_size=129_280,
         max_seq_len=163_840,
