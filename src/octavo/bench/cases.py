@@ -50,8 +50,11 @@ class Case:
 SUITES = {
     "attention": "octavo.bench.attention_suite:cases",
     "block": "octavo.bench.block_suite:cases",
+    "experts": "octavo.bench.experts_suite:cases",
+    "grouped": "octavo.bench.grouped_suite:cases",
     "grouped-bf16": "octavo.bench.gemm_suite:cases",
     "linear": "octavo.bench.linear_suite:cases",
+    "moe-layer": "octavo.bench.moe_layer_suite:cases",
     "mx": "octavo.bench.mx_suite:cases",
     "quantize": "octavo.bench.quantize_suite:cases",
     "rmsnorm": "octavo.bench.rmsnorm_suite:cases",

@@ -68,3 +68,11 @@ GROUPED = (
     *(("ragged", sizes, 4096, 4096) for sizes in _RAGGED),
 )
 """(suite, rows of each expert, K, N) of BF16 grouped products: pytorch/pytorch pull request 194032."""
+
+EXPERTS = {
+    "DeepSeek-MoE-16B": (49152, 2048, 1408, 64),
+    "DeepSeek-V3 EP8": (65536, 7168, 2048, 32),
+    "DeepSeek-V3 EP32": (32768, 7168, 2048, 8),
+    "Llama4 16E": (16384, 5120, 8192, 16),
+}
+"""(rows, K, N, experts) of one rank: dimensions of the models' published configurations, K the model's width."""

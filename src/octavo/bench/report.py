@@ -68,7 +68,10 @@ def write(content: Result, folder: Path) -> Path:
     path = folder / f"{content['suite']}-{card_name(content['machine']['gpu'])}.json"
     lines = ",\n  ".join(json.dumps(case) for case in content["cases"])
     head = json.dumps({key: value for key, value in content.items() if key != "cases"}, indent=1)
-    path.write_text(f'{head[:-2]},\n "cases": [\n  {lines}\n ]\n}}\n')
+    # A run that is killed while it writes leaves the file as it was.
+    fresh = path.with_suffix(".new")
+    fresh.write_text(f'{head[:-2]},\n "cases": [\n  {lines}\n ]\n}}\n')
+    fresh.replace(path)
     return path
 
 
