@@ -220,6 +220,13 @@ def _matmul(launch: ModuleType, target: str) -> Iterator[Call]:
         yield words, lambda bias=bias: launch.scaled_mm(side(16), side(256), bias, _BF16, False)
 
 
+def _zeros(launch: ModuleType, target: str) -> Iterator[Call]:
+    """What is written over the outputs of PyTorch's grouped products."""
+    offs = torch.tensor([16, 16, 48, 64], dtype=torch.int32)
+    yield "bf16 rows", lambda: launch.zero_tail(torch.zeros(64, 2048, dtype=_BF16), offs)
+    yield "bf16 groups", lambda: launch.zero_empty_groups(torch.zeros(4, 64, 2048, dtype=_BF16), offs)
+
+
 # ---- operators ----------------------------------------------------------------------------------------------
 
 _PROGRAMS = 608
@@ -347,6 +354,7 @@ _ROOMS: dict[str, tuple[str, Callable[[ModuleType, str], Iterator[Call]]]] = {
     "fused": ("octavo.fused.triton_launch", _fused),
     "experts": ("octavo.fused.experts_launch", _experts),
     "matmul": ("octavo.matmul.triton_launch", _matmul),
+    "zeros": ("octavo.matmul.zero_launch", _zeros),
     "topk": ("octavo.operators.topk.launch", _topk),
     "rms_norm": ("octavo.operators.rms_norm.launch", _rms_norm),
     "attention": ("octavo.operators.attention.launch", _attention),

@@ -193,7 +193,9 @@ def grouped_mm(
 ) -> torch.Tensor:
     """Both grouped products by ``torch._grouped_mm``; rows past the last end and empty groups are zero."""
     if b.ndim == 3:
-        out = torch._grouped_mm(a.contiguous(), b.contiguous().mT, offs=offs)
+        # The operator takes either order of the last two dimensions: no weight is copied for a transposed one.
+        weight = b if b.is_contiguous() or b.mT.is_contiguous() else b.contiguous()
+        out = torch._grouped_mm(a.contiguous(), weight.mT, offs=offs)
         return _zero_tail(out, offs)
     # With the rows of the groups outermost in memory: a contraction that is contiguous would have to end each
     # group at a multiple of 16 bytes, which the operator checks by an assertion on the device.
@@ -202,11 +204,21 @@ def grouped_mm(
 
 
 def _zero_tail(out: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """``out`` [M, N] with zeros past the last end, which the operator leaves as the memory was."""
+    if out.is_contiguous() and hardware.why_no_triton(out.device) is None:
+        from octavo.matmul import zero_launch
+
+        return zero_launch.zero_tail(out, offs)
     dead = torch.arange(out.shape[0], device=out.device) >= offs[-1]
     return out.masked_fill_(dead[:, None], 0)
 
 
 def _zero_empty_groups(out: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """``out`` [G, N, K] with zeros for groups without rows, which the operator leaves as the memory was."""
+    if out.is_contiguous() and hardware.why_no_triton(out.device) is None:
+        from octavo.matmul import zero_launch
+
+        return zero_launch.zero_empty_groups(out, offs)
     sizes = torch.diff(offs, prepend=offs.new_zeros(1))
     return out.masked_fill_((sizes == 0)[:, None, None], 0)
 
