@@ -13,16 +13,16 @@ pytestmark = [
 ]
 
 RECIPES = [name for name in octavo.RECIPES if name != "bf16"]
+NAMES = ("output", "x", "scores", "w1", "w2", "w3")
 T, K, E, D, H = 384, 2, 8, 256, 384
 
 
-def make(recipe: str, device: str) -> tuple[octavo.GroupedExperts, list[torch.Tensor]]:
+def make(recipe: str, device: str, fast: str) -> tuple[octavo.GroupedExperts, list[torch.Tensor]]:
     """A bank, and x, indices, scores, grad; the last two experts get no token."""
     generator = torch.Generator().manual_seed(0)
     family = octavo.hardware.fp8_family(torch.device("cuda"))
-    experts = octavo.GroupedExperts(
-        D, H, E, recipe=octavo.get_recipe(recipe, family=family), dtype=torch.bfloat16
-    )
+    chosen = octavo.get_recipe(recipe, family=family, fast_accum=fast)
+    experts = octavo.GroupedExperts(D, H, E, recipe=chosen, dtype=torch.bfloat16)
     with torch.no_grad():
         for weight in experts.parameters():
             weight.copy_(torch.randn(weight.shape, generator=generator) * weight.shape[2] ** -0.5)
@@ -39,22 +39,50 @@ def step(experts: octavo.GroupedExperts, x, indices, scores, grad) -> list[torch
     return [out, *torch.autograd.grad(out, (x, scores, *experts.parameters()), grad)]
 
 
-def prepared(recipe: str, device: str) -> tuple[octavo.GroupedExperts, list[torch.Tensor]]:
-    experts, (x, indices, scores, grad) = make(recipe, device)
+def prepared(
+    recipe: str, device: str, fast: str = "default"
+) -> tuple[octavo.GroupedExperts, list[torch.Tensor]]:
+    experts, (x, indices, scores, grad) = make(recipe, device, fast)
     return experts, [x.requires_grad_(), indices, scores.requires_grad_(), grad]
 
 
 @pytest.mark.case("B18")
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_experts_on_gpu_equal_those_of_the_cpu(recipe: str) -> None:
+@pytest.mark.parametrize(("fast", "floor"), [("none", 34.0), ("default", 27.0)])
+@pytest.mark.parametrize("recipe", ["bf16", *RECIPES])
+def test_experts_on_gpu_equal_those_of_the_cpu(recipe: str, fast: str, floor: float) -> None:
+    """Where rounding differs in a last bit of 16, single codes differ, and an amax that does moves a whole block's.
+
+    So the floor is that of two quantizations of nearly the same values: about 1 code in 100 is its neighbour, and
+    more with fast accumulation, which keeps 14 bits. A wrong scale, row or expert leaves less than 15 dB.
+    """
     from octavo.testing import sqnr
 
-    (on_gpu, inputs), (on_cpu, same) = prepared(recipe, "cuda"), prepared(recipe, "cpu")
+    (on_gpu, inputs), (on_cpu, same) = prepared(recipe, "cuda", fast), prepared(recipe, "cpu", fast)
     found, expected = step(on_gpu, *inputs), step(on_cpu, *same)
-    for index, (a, b) in enumerate(zip(found, expected, strict=True)):
-        # A last bit of exp moves single codes of the activation, and those a gradient.
-        assert sqnr(a, b) >= 35, index
+    quality = {name: sqnr(a, b) for name, a, b in zip(NAMES, found, expected, strict=True)}
+    assert min(quality.values()) >= floor, quality
     assert not any(dw[-2:].any() for dw in found[3:])
+
+
+@pytest.mark.case("B18")
+@pytest.mark.case("B20")
+@pytest.mark.parametrize("recipe", ["bf16", *RECIPES])
+def test_what_memory_held_before_is_in_no_result(recipe: str) -> None:
+    """Rows past the last end, and gradients of experts without rows, on memory that held NaN."""
+    x, g, w = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((512, D), (512, H), (4, H, D)))
+    x[500:] = torch.nan
+    offs = torch.tensor([100, 100, 333, 500], dtype=torch.int32, device="cuda")
+    x, w = x.requires_grad_(), w.requires_grad_()
+    held = [torch.full((4, H, D), torch.nan, device="cuda") for _ in range(8)]
+    held += [torch.full((512, H), torch.nan, device="cuda") for _ in range(8)]
+    del held
+    out = octavo.grouped_mm(x, w.mT, offs, recipe=recipe)
+    dx, dw = torch.autograd.grad(out, (x, w), g)
+    assert not out[500:].any()
+    assert not dx[500:].any()
+    assert not dw[1].any()
+    for result in (out, dx, dw):
+        assert result.isfinite().all()
 
 
 @pytest.mark.case("B24")
