@@ -28,6 +28,7 @@ from octavo.matmul import grouped_mm as grouped_mm_hp
 from octavo.matmul import scaled_grouped_mm
 from octavo.quantize import alignment, check_offs, quantize
 from octavo.training.autograd import autocasts, without_autocast
+from octavo.training.expert_rows import combine, permute
 from octavo.training.gathered import GatheredWeight
 from octavo.training.grouped import grouped_linear
 from octavo.training.recipes import PRODUCTS, Product, Recipe
@@ -96,9 +97,8 @@ def routed_experts(
     scores = torch.where(live, scores.float(), 0.0)
     routing = route(indices, experts)
     if not _spannable(weights, recipe, x.device):
-        rows = _rows_by_layer(x[routing.order // indices.shape[1]], routing.offs, weights, recipe)
-        picked = rows[routing.back.flatten()].view(*indices.shape, x.shape[1]).float()
-        return (picked * scores.unsqueeze(-1)).sum(1).to(x.dtype)
+        rows = _rows_by_layer(permute(x, routing.order, routing.back), routing.offs, weights, recipe)
+        return combine(rows, scores, routing.order, routing.back)
     return _Experts.apply(
         x, scores, *weights, routing.offs, routing.order, routing.back, recipe, torch.is_grad_enabled()
     )
