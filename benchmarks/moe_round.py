@@ -1,10 +1,12 @@
 """Experts on one GPU: kernels compiled in many processes first, then the suites grouped, experts and moe-layer.
 
-    PYTHONPATH=src python benchmarks/moe_round.py OUT [--grouped] [--experts] [--moe-layer]
+    PYTHONPATH=src python benchmarks/moe_round.py OUT [--tiles] [--grouped] [--experts] [--moe-layer]
 
-All parts by default, under six minutes on an H200 with 16 cores; each ends after its share of ``--seconds``. What
-is needed most is timed first, results are written after each case, and what failed at its first call stands in
-``OUT/moe-first-calls.json`` with its traceback.
+All parts by default but ``--tiles``, under six minutes on an H200 with 16 cores; each ends after its share of
+``--seconds``. What is needed most is timed first, results are written after each case, and what failed at its first
+call stands in ``OUT/moe-first-calls.json`` with its traceback. ``--tiles`` times launch configurations of grouped
+products and of quantization by groups, checked against the reference first: every row goes to
+``OUT/moe-tiles.json``, what won to ``OUT/tables``, which the suites of the same and of a later run then read.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-PARTS = {"grouped": 120.0, "experts": 100.0, "moe-layer": 65.0}
+PARTS = {"tiles": 110.0, "grouped": 120.0, "experts": 100.0, "moe-layer": 65.0}
 """Seconds of each part."""
+SUITES = ("grouped", "experts", "moe-layer")
 FIRST_CALLS = 55.0
 """Seconds for compiling, before the parts."""
 GRACE = 15.0
@@ -95,6 +98,65 @@ def first_calls(out: Path, parts: list[str], seconds: float, workers: int) -> No
     print(f"== first calls: {time.monotonic() - started:.0f} s, {len(failed)} failed", flush=True)
 
 
+def _compile_candidate(job: tuple[int, int]) -> None:
+    """Compile one candidate of one space by calling it; what fails, fails again where it is timed."""
+    import contextlib
+
+    import torch
+
+    from octavo.bench import grouped_tuning
+
+    space = list(grouped_tuning.spaces())[job[0]]
+    with contextlib.suppress(Exception), space.override(({}, *space.candidates)[job[1]]):
+        for inputs in space.make():
+            space.call(*inputs)
+        torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def tiles(out: Path, seconds: float, workers: int) -> None:
+    """Check and time every candidate, compiled side by side first; rows and winners are written space by space."""
+    from octavo.bench import grouped_tuning, launch_tuning, report
+
+    started, rows, won = time.monotonic(), [], []
+    jobs = [
+        (i, j) for i, space in enumerate(grouped_tuning.spaces()) for j in range(1 + len(space.candidates))
+    ]
+    pool = multiprocessing.get_context("spawn").Pool(min(workers, 10))
+    try:
+        pool.map_async(_compile_candidate, jobs, chunksize=1).get(timeout=seconds * 0.5)
+    except multiprocessing.TimeoutError:
+        print("compiling took its share of the time: the rest compiles while it is timed", flush=True)
+    pool.terminate()
+    print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
+    head = {"suite": "moe-tiles", "machine": report.machine(), "versions": report.versions()}
+    for space in grouped_tuning.spaces():
+        if time.monotonic() - started > seconds:
+            print(f"out of time before {space.name}", flush=True)
+            break
+        found = launch_tuning.time_space(space)
+        rows += found
+        winner = launch_tuning.best(found)
+        _write(out / "moe-tiles.json", {**head, "rows": rows})
+        if winner is not None:
+            won.append(winner)
+            launch_tuning.write(won, out / "tables")
+        for row in found:
+            print(space.name, json.dumps(row["candidate"]), row.get("ms", row.get("error")), flush=True)
+
+
+def _in_a_process(out: Path, seconds: float, workers: int) -> None:
+    # A process of its own, as the suites: one that hangs in the driver can be ended.
+    process = multiprocessing.get_context("spawn").Process(target=tiles, args=(out, seconds, workers))
+    process.start()
+    process.join(seconds + GRACE)
+    if process.is_alive():
+        print(f"out of time in tiles; {out} holds the spaces so far", flush=True)
+        process.kill()
+    process.join()
+    print(f"== tiles: exit {process.exitcode}", flush=True)
+
+
 def _write(path: Path, content: Any) -> None:
     fresh = path.with_suffix(".new")
     fresh.write_text(json.dumps(content, indent=1))
@@ -140,11 +202,17 @@ def main() -> None:
     arguments = parser.parse_args()
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    chosen = [part for part in PARTS if getattr(arguments, part.replace("-", "_"))] or list(PARTS)
-    first = FIRST_CALLS * (0.4 + 0.6 * len(chosen) / len(PARTS))
+    chosen = [part for part in PARTS if getattr(arguments, part.replace("-", "_"))] or list(SUITES)
+    suites = [part for part in chosen if part in SUITES]
+    first = FIRST_CALLS * (0.4 + 0.6 * len(suites) / len(SUITES)) if suites else 0.0
     scale = min(1.0, arguments.seconds / (first + sum(PARTS[part] for part in chosen)))
-    first_calls(out, chosen, first * scale, arguments.workers)
-    for part in chosen:
+    # Read by every process of this run, and written by its tiles.
+    os.environ["OCTAVO_TABLES"] = str(out / "tables")
+    if "tiles" in chosen:
+        _in_a_process(out, PARTS["tiles"] * scale, arguments.workers)
+    if suites:
+        first_calls(out, suites, first * scale, arguments.workers)
+    for part in suites:
         suite(part, out, PARTS[part] * scale)
 
 

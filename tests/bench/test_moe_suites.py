@@ -10,8 +10,21 @@ import pytest
 import torch
 
 from octavo import formats, quantize, quantize_grouped
-from octavo.bench import cases, experts_suite, grouped_suite, moe_layer_suite, published, routings, stock_moe
+from octavo.bench import (
+    cases,
+    experts_suite,
+    grouped_suite,
+    grouped_tuning,
+    moe_layer_suite,
+    published,
+    routings,
+    stock_moe,
+)
 from octavo.bench.cases import Case
+from octavo.matmul import candidates as product_candidates
+from octavo.matmul import launch_tables, reference
+from octavo.quantize import alignment, grouped
+from octavo.quantize import candidates as quantize_candidates
 
 SUITES = {"grouped": grouped_suite, "experts": experts_suite, "moe-layer": moe_layer_suite}
 SMALL = {
@@ -173,3 +186,33 @@ def test_small_cases_have_inputs(suite: str, monkeypatch: pytest.MonkeyPatch) ->
     for case in SUITES[suite].cases() + SUITES[suite].small_cases():
         if not case.group.startswith("product, "):
             case.make()
+
+
+@pytest.mark.usefixtures("small")
+def test_spaces_of_experts_know_what_is_wrong() -> None:
+    """Inputs of every space, the reference's result on them, and one that is not."""
+    found = list(grouped_tuning.spaces())
+    assert {space.name for space in found} == set(product_candidates.GROUPED) | set(
+        quantize_candidates.GROUPED
+    )
+    for space in found:
+        assert space.candidates
+        inputs = space.make()[0]
+        if space.room == "matmul":
+            a, b, offs = inputs
+            right = reference.scaled_grouped_mm(a, b, offs, None, torch.bfloat16, False)
+            wrong = right.roll(1, -1)
+        else:
+            fmt = grouped_tuning.GROUPS[space.name]
+            right = grouped.quantize_groups(inputs[0], inputs[1], fmt, True, alignment(fmt))
+            wrong = right[0].view(torch.uint8).roll(1, -1).view(right[0].dtype), right[1]
+        assert space.wrong(inputs, right) is None, space.name
+        assert space.wrong(inputs, wrong) is not None, space.name
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942", "gfx950"])
+def test_candidates_of_experts_belong_to_the_tables(arch: str) -> None:
+    products = launch_tables.load(arch).products
+    for name, configs in product_candidates.GROUPED.items():
+        assert any(name.replace(word, "") in products for word in ("", "fast ")), name
+        assert all(isinstance(launch_tables.entry(config)["tile"], list) for config in configs)

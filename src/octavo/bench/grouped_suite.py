@@ -99,7 +99,8 @@ def _sides(name: str, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return {"output": (x, w), "grad_input": (g, w), "grad_weight": (g, x)}[name]
 
 
-def _operands(name: str, product: Product, inputs: Inputs) -> tuple[ScaledTensor, ScaledTensor]:
+def operands(name: str, product: Product, inputs: Inputs) -> tuple[ScaledTensor, ScaledTensor]:
+    """The operands of a product of a layer's inputs, quantized."""
     a, b = _sides(name, inputs)
     offs = inputs[3]
     if name == "grad_weight":
@@ -112,9 +113,9 @@ def _operands(name: str, product: Product, inputs: Inputs) -> tuple[ScaledTensor
 
 
 def _multiply(
-    name: str, fast: bool, operands: tuple[ScaledTensor, ScaledTensor], offs: torch.Tensor
+    name: str, fast: bool, sides: tuple[ScaledTensor, ScaledTensor], offs: torch.Tensor
 ) -> torch.Tensor:
-    a, b = operands
+    a, b = sides
     return scaled_grouped_mm(a, b, None if name == "grad_weight" else offs, fast_accum=fast)
 
 
@@ -135,7 +136,7 @@ def _product_case(layer: Layer, name: str, recipe: str, fast: bool) -> Case:
         inputs = layer.make()
         product = octavo.get_recipe(recipe).product(name, inputs[0].device)
         assert product is not None
-        return *_operands(name, product, inputs), *inputs
+        return *operands(name, product, inputs), *inputs
 
     def call(a: ScaledTensor, b: ScaledTensor, *inputs: Any) -> torch.Tensor:
         return _multiply(name, fast, (a, b), inputs[3])
@@ -194,7 +195,7 @@ def _quantized_case(layer: Layer, name: str, recipe: str, fast: bool) -> Case:
     def call(*inputs: Any) -> torch.Tensor:
         product = octavo.get_recipe(recipe).product(name, inputs[0].device)
         assert product is not None
-        return _multiply(name, fast, _operands(name, product, inputs), inputs[3])
+        return _multiply(name, fast, operands(name, product, inputs), inputs[3])
 
     def stock(*inputs: Any) -> torch.Tensor:
         a, b = _sides(name, inputs)

@@ -150,8 +150,8 @@ def _product(name: str, fast: bool, fmt: Format, weight: Format) -> Space:
     return Space("matmul", name, make, call, wrong, options, product_tables.override)
 
 
-def spaces(rooms: tuple[str, ...] = ("quantize", "fused", "matmul")) -> Iterator[Space]:
-    """The spaces of these rooms; entries of fused producers belong to the table of quantization."""
+def spaces(rooms: tuple[str, ...] = ("quantize", "fused", "matmul", "experts")) -> Iterator[Space]:
+    """The spaces of these rooms; fused producers belong to the table of quantization, experts to both."""
     if "quantize" in rooms:
         for name, pair in DENSE.items():
             yield _dense(name, *pair)
@@ -164,6 +164,10 @@ def spaces(rooms: tuple[str, ...] = ("quantize", "fused", "matmul")) -> Iterator
         yield _product("dense fast epilogue", True, ROW, ROW)
         yield _product("dense block", False, B1, B128)
         yield _product("dense blockrows", False, B1, B1)
+    if "experts" in rooms:
+        from octavo.bench import grouped_tuning
+
+        yield from grouped_tuning.spaces()
 
 
 def time_space(space: Space, rounds: int = 7) -> list[Row]:
@@ -211,7 +215,7 @@ def tune(
     """Time the spaces of ``rooms`` on the current GPU and write what won to ``folder``.
 
     Args:
-        rooms: of ``quantize``, ``fused`` and ``matmul``.
+        rooms: of ``quantize``, ``fused``, ``matmul`` and ``experts``.
         folder: for ``quantize-<architecture>.json`` and ``matmul-<architecture>.json``, entries that replace those
             of the committed tables where ``$OCTAVO_TABLES`` or the user's folder names it.
         seconds: start no further space after this long.
@@ -228,7 +232,9 @@ def tune(
         found = time_space(space)
         rows += found
         winner = best(found)
-        won += [winner] if winner else []
+        if winner:
+            won.append(winner)
+            write(won, folder)
         table = next((r for r in found if not r["candidate"]), {})
         shown = (
             "keeps its entry" if winner is None else f"{winner['ms']} ms by {json.dumps(winner['candidate'])}"

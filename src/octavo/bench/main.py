@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -112,6 +114,7 @@ def run(
     force: bool = False,
     command: str | None = None,
     progress: Callable[[str], None] = lambda line: None,
+    seconds: float = math.inf,
 ) -> Path:
     """Run a suite on the current GPU and write its results file.
 
@@ -125,6 +128,7 @@ def run(
         force: take cases that no measurement says to take.
         command: how the run was started, for the file; made up from the arguments by default.
         progress: called with one line of text a case.
+        seconds: start no case after so long.
 
     Returns:
         The path of the JSON file.
@@ -144,8 +148,11 @@ def run(
     protocol = timing.GRAPH.format(rounds=ROUNDS)
     command = command or " ".join(["octavo bench", suite, *words])
     entries, failures = [], []
-    path = None
+    path, started = None, time.monotonic()
     for case in selected:
+        if time.monotonic() - started > seconds:
+            progress(f"out of time: {len(entries)} of {len(selected)} cases were timed")
+            break
         name = f"{case.group} {case.case}"
         try:
             entry = run_case(case, compile and compile_only in case.case, host)
@@ -163,6 +170,8 @@ def run(
         path.with_suffix(".md").write_text(report.summary(content))
     if path is not None:
         plot.write(report.results(suite, command, protocol, on, entries), path.with_suffix(".png"))
+    if path is None and not failures:
+        raise RuntimeError(f"no case of suite {suite!r} was timed: give it more than {seconds:.0f} s")
     if failures or path is None:
         raise RuntimeError(f"{len(failures)} of {len(selected)} cases failed, the first is {failures[0]}")
     return path

@@ -128,9 +128,13 @@ def grouped(bucket: str, *sizes: tuple[int, int, int], owned: int = 4) -> list[T
 
 
 GROUPED: dict[str, list[Table]] = {
-    "groups row^T": grouped("columns/rowwise", (128, 64, 4), (64, 64, 4))
-    + grouped("amax", (128, 64, 8), owned=8),
-    "groups 1x128^T": grouped("columns/1x128", (128, 64, 4), (128, 32, 4)),
-    "groups mxfp8^T": grouped("columns/1x32", (128, 64, 4), (64, 64, 4)),
+    "groups row^T": [
+        *grouped("columns/rowwise", (128, 64, 4), (64, 64, 4), (128, 128, 8)),
+        *grouped("columns/rowwise", (128, 64, 4), (128, 64, 8), owned=8),
+        *grouped("amax", (128, 64, 8), (256, 64, 4), (256, 128, 8), owned=8),
+        *grouped("amax", (256, 64, 8), owned=1),
+    ],
+    "groups 1x128^T": grouped("columns/1x128", (128, 64, 4), (128, 32, 4), (128, 64, 8)),
+    "groups mxfp8^T": grouped("columns/1x32", (128, 64, 4), (64, 64, 4), (128, 64, 8)),
 }
 """By the cases of ragged groups."""
