@@ -24,18 +24,23 @@ from torch.autograd.function import once_differentiable
 
 from octavo.formats import ALL, Format, ScaledTensor
 from octavo.fused.experts import combine_rows, permute_quantize, swiglu_backward_rows, swiglu_quantize_rows
+from octavo.fused.reference import swiglu
 from octavo.matmul import grouped_mm as grouped_mm_hp
 from octavo.matmul import scaled_grouped_mm
 from octavo.quantize import alignment, check_offs, quantize
-from octavo.training.autograd import autocasts, without_autocast
+from octavo.training.autograd import Stats, autocasts, without_autocast
 from octavo.training.expert_rows import combine, permute
 from octavo.training.gathered import GatheredWeight
 from octavo.training.grouped import grouped_linear
+from octavo.training.observe import observe
 from octavo.training.recipes import PRODUCTS, Product, Recipe
 from octavo.training.weight_cache import cached, cast_weight, quantize_weight
 
 Weights = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 """Gate [G, F, D], up [G, F, D] and down [G, D, F]; or gate and up in one [G, 2 F, D], None, and down."""
+Watched = tuple[Stats, Stats]
+"""Buffers of a monitor for the products with gate and up, and for those with down; None where nobody watches."""
+NOBODY: Watched = (None, None)
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,12 @@ def route(indices: torch.Tensor, experts: int) -> Routing:
 
 
 def routed_experts(
-    x: torch.Tensor, indices: torch.Tensor, scores: torch.Tensor, weights: Weights, recipe: Recipe
+    x: torch.Tensor,
+    indices: torch.Tensor,
+    scores: torch.Tensor,
+    weights: Weights,
+    recipe: Recipe,
+    stats: Watched = NOBODY,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts: ``sum_j scores[t, j] w2[e] (silu(w1[e] x_t) * (w3[e] x_t))``.
 
@@ -75,6 +85,7 @@ def routed_experts(
         indices: integers [T, k], the experts e; a number that is no expert's adds nothing.
         scores: [T, k].
         weights: see :data:`Weights`, in the dtype of ``x`` or under autocast.
+        stats: buffers of a monitor.
 
     Returns:
         [T, D] in the dtype of ``x`` (of autocast under it), summed in float32, with gradients for x, scores and
@@ -97,18 +108,29 @@ def routed_experts(
     scores = torch.where(live, scores.float(), 0.0)
     routing = route(indices, experts)
     if not _spannable(weights, recipe, x.device):
-        rows = _rows_by_layer(permute(x, routing.order, routing.back), routing.offs, weights, recipe)
+        rows = _rows_by_layer(permute(x, routing.order, routing.back), routing.offs, weights, recipe, stats)
         return combine(rows, scores, routing.order, routing.back)
     return _Experts.apply(
-        x, scores, *weights, routing.offs, routing.order, routing.back, recipe, torch.is_grad_enabled()
+        x,
+        scores,
+        *weights,
+        routing.offs,
+        routing.order,
+        routing.back,
+        recipe,
+        *stats,
+        torch.is_grad_enabled(),
     )
 
 
-def sorted_experts(x: torch.Tensor, offs: torch.Tensor, weights: Weights, recipe: Recipe) -> torch.Tensor:
+def sorted_experts(
+    x: torch.Tensor, offs: torch.Tensor, weights: Weights, recipe: Recipe, stats: Watched = NOBODY
+) -> torch.Tensor:
     """Each expert on its own rows, as they arrive from other ranks: rows x [R, D] in the order of the experts.
 
     Args:
         offs: int32 [G], cumulative ends; rows past the last give zero and get a zero gradient.
+        stats: buffers of a monitor.
 
     Returns:
         [R, D], with gradients for x and weights.
@@ -122,8 +144,8 @@ def sorted_experts(x: torch.Tensor, offs: torch.Tensor, weights: Weights, recipe
     if offs.shape[0] != experts:
         raise ValueError(f"offs has {offs.shape[0]} ends for {experts} experts: give one an expert")
     if not _spannable(weights, recipe, x.device):
-        return _rows_by_layer(x, offs, weights, recipe)
-    return _Experts.apply(x, None, *weights, offs, None, None, recipe, torch.is_grad_enabled())
+        return _rows_by_layer(x, offs, weights, recipe, stats)
+    return _Experts.apply(x, None, *weights, offs, None, None, recipe, *stats, torch.is_grad_enabled())
 
 
 def _autocast(x: torch.Tensor, weights: Weights) -> tuple[torch.Tensor, Weights]:
@@ -167,14 +189,16 @@ def _spannable(weights: Weights, recipe: Recipe, device: torch.device) -> bool:
     )
 
 
-def _rows_by_layer(x: torch.Tensor, offs: torch.Tensor, weights: Weights, recipe: Recipe) -> torch.Tensor:
+def _rows_by_layer(
+    x: torch.Tensor, offs: torch.Tensor, weights: Weights, recipe: Recipe, stats: Watched
+) -> torch.Tensor:
     """The plain path: one grouped product a projection."""
     w1, w3, w2 = weights
     if w3 is None:
-        gate, up = grouped_linear(x, w1, offs, None, recipe).chunk(2, dim=-1)
+        gate, up = grouped_linear(x, w1, offs, None, recipe, stats[0]).chunk(2, dim=-1)
     else:
-        gate, up = (grouped_linear(x, w, offs, None, recipe) for w in (w1, w3))
-    return grouped_linear(F.silu(gate) * up, w2, offs, None, recipe)
+        gate, up = (grouped_linear(x, w, offs, None, recipe, stats[0]) for w in (w1, w3))
+    return grouped_linear(F.silu(gate) * up, w2, offs, None, recipe, stats[1])
 
 
 class _Experts(torch.autograd.Function):
@@ -190,6 +214,8 @@ class _Experts(torch.autograd.Function):
         order: torch.Tensor | None,
         back: torch.Tensor | None,
         recipe: Recipe,
+        stats_up: Stats,
+        stats_down: Stats,
         grad_enabled: bool,
     ) -> torch.Tensor:
         output, _, grad_weight = (recipe.product(name, x.device) for name in PRODUCTS)
@@ -197,19 +223,31 @@ class _Experts(torch.autograd.Function):
         choices = 1 if back is None else back.shape[1]
         needs_up = grad_enabled and any(ctx.needs_input_grad[2:4])
         in_8_bits = grad_weight is not None and needs_up and choices <= x.element_size()
+        tokens = _tokens(order, choices)
         a, saved = permute_quantize(
-            x, _tokens(order, choices), offs, output.a, grad_weight.b if grad_weight and in_8_bits else None,
+            x,
+            tokens,
+            offs,
+            output.a,
+            grad_weight.b if grad_weight and in_8_bits else None,
             _align(grad_weight),
-        )  # fmt: skip
-        h = _product(a, _gate_up(w1, w3, output.b), offs, output, x.dtype)
-        y = _product(
-            swiglu_quantize_rows(h, offs, output.a), quantize_weight(w2, output.b), offs, output, x.dtype
         )
+        up, down = _gate_up(w1, w3, output.b), quantize_weight(w2, output.b)
+        h = _product(a, up, offs, output, x.dtype)
+        activation = swiglu_quantize_rows(h, offs, output.a)
+        y = _product(activation, down, offs, output, x.dtype)
+        if stats_up is not None:
+            rows = _picked(x, tokens)
+            observe(stats_up, "output", 0, rows, a, offs=offs)
+            _observe_gate_up(stats_up, "output", w1, w3, up)
+            observe(stats_up, "grad_weight", 1, rows, saved, offs=offs)
+            observe(stats_down, "output", 0, swiglu(h).to(h.dtype), activation, offs=offs)
+            observe(stats_down, "output", 1, w2, down)
         kept = x if needs_up and not in_8_bits else None
         codes = (None, None, None) if saved is None else (saved.data, saved.scale, saved.group_ends)
         ctx.save_for_backward(kept, *codes, h, scores, w1, w3, w2, offs, order, back)
         ctx.saved_format = None if saved is None else saved.format
-        ctx.recipe = recipe
+        ctx.recipe, ctx.stats = recipe, (stats_up, stats_down)
         return y if back is None else combine_rows(y, back, scores)
 
     @staticmethod
@@ -221,13 +259,13 @@ class _Experts(torch.autograd.Function):
                        ctx.needs_input_grad[4])  # fmt: skip
         saved = None if data is None else ScaledTensor(data, scale, ctx.saved_format, group_ends=ends)
         _, grad_input, grad_weight = (ctx.recipe.product(name, g.device) for name in PRODUCTS)
-        step = _Backward(needs, grad_input, grad_weight, offs, order, back, scores)
+        step = _Backward(needs, grad_input, grad_weight, offs, order, back, scores, ctx.stats)
         with without_autocast(g):
             dx, dscores, dw13, dw2 = step.run(g, h, kept, saved, (w1, w3, w2))
         dw1, dw3 = dw13, None
         if dw13 is not None and w3 is not None:
             dw1, dw3 = dw13.split(w1.shape[1], dim=1)
-        return dx, dscores, dw1, dw3, dw2, None, None, None, None, None
+        return dx, dscores, dw1, dw3, dw2, None, None, None, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -249,6 +287,7 @@ class _Backward:
     order: torch.Tensor | None
     back: torch.Tensor | None
     scores: torch.Tensor | None
+    stats: Watched
 
     def run(
         self,
@@ -267,12 +306,13 @@ class _Backward:
         )
         down = None if first is None else quantize_weight(w2, first.b, transpose=True, after=g)
         da = self._rows(a, down, lambda: grouped_mm_hp(_picked(g, tokens), w2.mT, self.offs), g.dtype)
+        watched = self.stats[0] is not None
         dh_rows, dh_t, act_t, d_scores, dh, act = swiglu_backward_rows(
             h, da, None if self.scores is None else _in_order(self.scores, self.order), self.offs,
             first.a if first and needs.x else None, second.a if second and needs.up else None,
-            second.b if second and needs.down else None, align, keep=first is None or second is None,
+            second.b if second and needs.down else None, align, keep=watched or first is None or second is None,
         )  # fmt: skip
-        dx = dw13 = dw2 = None
+        dx = dw13 = dw2 = up = None
         if needs.x:
             up = None if first is None else _gate_up(w1, w3, first.b, after=g)
             dx = self._rows(dh_rows, up, lambda: grouped_mm_hp(dh, _joined(w1, w3).mT, self.offs), g.dtype)
@@ -281,11 +321,35 @@ class _Backward:
             if second is not None and columns is None:
                 assert x is not None
                 _, columns = permute_quantize(x, tokens, self.offs, None, second.b, align)
+                if watched:
+                    observe(self.stats[0], "grad_weight", 1, _picked(x, tokens), columns, offs=self.offs)
             dw13 = self._weight(dh_t, columns, lambda: (dh, _picked(x, tokens)), w1.dtype)
         if needs.down:
             dw2 = self._weight(g_t, act_t, lambda: (_picked(g, tokens), act), w2.dtype)
+        if watched:
+            self._observe(
+                weights, (_picked(g, tokens), a, g_t), (dh, dh_rows, dh_t), (act, act_t), (down, up)
+            )
         d_scores = d_scores[self.back] if needs.scores and self.back is not None else None
         return dx, d_scores, dw13, dw2
+
+    def _observe(
+        self,
+        weights: Weights,
+        grad: tuple[torch.Tensor, ScaledTensor | None, ScaledTensor | None],
+        hidden: tuple[torch.Tensor, ScaledTensor | None, ScaledTensor | None],
+        activation: tuple[torch.Tensor, ScaledTensor | None],
+        quantized: tuple[ScaledTensor | None, ScaledTensor | None],
+    ) -> None:
+        """What :mod:`.grouped` observes product by product, from the operands of the span."""
+        (w1, w3, w2), (for_up, for_down), (down, up) = weights, self.stats, quantized
+        observe(for_down, "grad_input", 0, *grad[:2], offs=self.offs)
+        observe(for_down, "grad_input", 1, w2, down, transpose=True)
+        observe(for_down, "grad_weight", 0, grad[0], grad[2], offs=self.offs)
+        observe(for_down, "grad_weight", 1, *activation, offs=self.offs)
+        observe(for_up, "grad_input", 0, *hidden[:2], offs=self.offs)
+        _observe_gate_up(for_up, "grad_input", w1, w3, up)
+        observe(for_up, "grad_weight", 0, hidden[0], hidden[2], offs=self.offs)
 
     def _rows(
         self,
@@ -363,6 +427,14 @@ def _gate_up(
         return ScaledTensor(data, scale, fmt)
 
     return cached((w1, w3), (fmt.key, transpose), make)
+
+
+def _observe_gate_up(
+    stats: Stats, product: str, w1: torch.Tensor, w3: torch.Tensor | None, quantized: ScaledTensor | None
+) -> None:
+    # Of weights that were gathered in 8 bits there is nothing to compare the codes with, nor to join.
+    if quantized is not None and not isinstance(w1, GatheredWeight):
+        observe(stats, product, 1, _joined(w1, w3), quantized, transpose=product == "grad_input")
 
 
 def _joins(fmt: Format, dim: int, length: int) -> bool:

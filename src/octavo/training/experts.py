@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.training.expert_spanning import Weights, routed_experts, sorted_experts
+from octavo.training.expert_spanning import NOBODY, Watched, Weights, routed_experts, sorted_experts
 from octavo.training.recipes import BF16, Recipe, get_recipe
 
 
@@ -31,6 +31,8 @@ class GroupedExperts(nn.Module):
     """
 
     recipe: Recipe = BF16
+    stats: Watched = NOBODY
+    """Buffers of a monitor that watches these experts, see :mod:`octavo.training.monitor`."""
     octavo_weights = ("w1", "w2", "w3")
 
     def __init__(
@@ -71,7 +73,7 @@ class GroupedExperts(nn.Module):
         Raises:
             ValueError: if shapes or dtypes do not fit.
         """
-        return routed_experts(x, indices, scores, self._weights(), self.recipe)
+        return routed_experts(x, indices, scores, self._weights(), self.recipe, self.stats)
 
     def forward_sorted(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         """Each expert on its own rows, where a dispatcher has put them in the order of the experts.
@@ -86,7 +88,7 @@ class GroupedExperts(nn.Module):
         Raises:
             ValueError: if shapes, dtypes or ``offs`` do not fit.
         """
-        return sorted_experts(x, offs, self._weights(), self.recipe)
+        return sorted_experts(x, offs, self._weights(), self.recipe, self.stats)
 
     def _weights(self) -> Weights:
         return local(self.w1), local(self.w3), local(self.w2)
@@ -110,6 +112,13 @@ def convertible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every bank of experts that ``convert`` knows, with its path."""
     for name, module in model.named_modules():
         if isinstance(module, GroupedExperts) or type(module) in _BASES or _of_transformers(module):
+            yield name, module
+
+
+def converted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The banks of experts that run by a recipe, with their paths."""
+    for name, module in model.named_modules():
+        if isinstance(module, GroupedExperts) or type(module) in _BASES:
             yield name, module
 
 
@@ -172,7 +181,7 @@ def _converted(cls: type) -> type:
             self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
         ) -> torch.Tensor:
             weights = (local(self.gate_up_proj), None, local(self.down_proj))
-            return routed_experts(hidden_states, top_k_index, top_k_weights, weights, self.recipe)
+            return routed_experts(hidden_states, top_k_index, top_k_weights, weights, self.recipe, self.stats)
 
         def reduce(self: Any, protocol: object) -> tuple[Any, ...]:
             # A class made here cannot be found by its name: pickle and deepcopy make it again.
@@ -182,6 +191,7 @@ def _converted(cls: type) -> type:
             "forward": forward,
             "__reduce_ex__": reduce,
             "__module__": cls.__module__,
+            "stats": NOBODY,
             "octavo_weights": ("gate_up_proj", "down_proj"),
         }
         _CONVERTED[cls] = type(cls.__name__, (cls,), members)

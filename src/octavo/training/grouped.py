@@ -84,9 +84,10 @@ class _Grouped(torch.autograd.Function):
         if ctx.outer:
             save(ctx, a, None, b, offs)
             saved = None if product is None else group_columns(b, offs, product, product.b)
-            return outer_product(a, b, saved, offs, product, a.dtype)
+            return _outer_product(None, a, b, saved, offs, product, a.dtype)
         needs_weight = grad_enabled and ctx.needs_input_grad[1]
         saved = group_columns(a, offs, product, product.b) if product is not None and needs_weight else None
+        observe(stats, "grad_weight", 1, a, saved, offs=offs)
         save(ctx, a if needs_weight else a.new_empty(0), saved, b, offs)
         return _output(stats, a, b, offs, bias, recipe.product("output", a.device))
 
@@ -105,8 +106,9 @@ class _Grouped(torch.autograd.Function):
                 da = _output(ctx.stats, other, grad, offs, None, output) if needs_a else None
                 db = _grad_input(ctx.stats, high, grad, offs, grad_input) if needs_b else None
             else:
-                da = _grad_input(ctx.stats, grad, other, offs, grad_input) if needs_a else None
-                db = outer_product(grad, high, saved, offs, grad_weight, other.dtype) if needs_b else None
+                stats, dtype = ctx.stats, other.dtype
+                da = _grad_input(stats, grad, other, offs, grad_input) if needs_a else None
+                db = _outer_product(stats, grad, high, saved, offs, grad_weight, dtype) if needs_b else None
         bias = group_sums(grad, offs) if needs_bias else None
         return da, db, None, bias, None, None, None
 
@@ -127,7 +129,7 @@ def _output(
     if product is None:
         return grouped_mm_hp(x, weight, offs, bias=bias)
     a, b = quantize_grouped(x, offs, product.a), quantize_weight(weight, product.b)
-    observe(stats, "output", 0, x, a)
+    observe(stats, "output", 0, x, a, offs=offs)
     observe(stats, "output", 1, weight, b)
     return scaled_grouped_mm(a, b, offs, bias=bias, out_dtype=x.dtype, fast_accum=product.fast_accum)
 
@@ -138,12 +140,13 @@ def _grad_input(
     if product is None:
         return grouped_mm_hp(g, weight.mT, offs)
     a, b = quantize_grouped(g, offs, product.a), quantize_weight(weight, product.b, transpose=True, after=g)
-    observe(stats, "grad_input", 0, g, a)
+    observe(stats, "grad_input", 0, g, a, offs=offs)
     observe(stats, "grad_input", 1, weight, b, transpose=True)
     return scaled_grouped_mm(a, b, offs, out_dtype=g.dtype, fast_accum=product.fast_accum)
 
 
-def outer_product(
+def _outer_product(
+    stats: Stats,
     g: torch.Tensor,
     x: torch.Tensor | None,
     columns: ScaledTensor | None,
@@ -156,6 +159,7 @@ def outer_product(
         assert x is not None
         return grouped_mm_hp(g.T, x.T, offs)
     a = group_columns(g, offs, product, product.a)
+    observe(stats, "grad_weight", 0, g, a, offs=offs)
     return scaled_grouped_mm(a, columns, out_dtype=dtype, fast_accum=product.fast_accum)
 
 

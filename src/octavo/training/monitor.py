@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
 
+from octavo.training import experts
+from octavo.training.expert_spanning import NOBODY
 from octavo.training.modules import Linear
 from octavo.training.observe import FIELDS, new_stats
 from octavo.training.recipes import OPERANDS, PRODUCTS
@@ -33,30 +37,60 @@ class OperandStats:
     sqnr_db: float
 
 
+@dataclass(frozen=True)
+class _Watched:
+    """A module, what its ``stats`` are while it is watched, and what they are otherwise."""
+
+    module: Any
+    stats: Any
+    nobody: Any
+
+
+def _watchable(model: nn.Module) -> Iterator[tuple[Any, tuple[str, ...], Any]]:
+    """Every module with quantized products: itself, the names of its layers, and its ``stats`` unwatched."""
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and module.recipe.quantized_products:
+            yield module, (name,), None
+    for name, bank in experts.converted(model):
+        if bank.recipe.quantized_products:
+            prefix = f"{name}." if name else ""
+            yield bank, (f"{prefix}gate_up", f"{prefix}down"), NOBODY
+
+
 class Monitor:
-    """Statistics of the operands of every converted layer; made by :func:`monitor`."""
+    """Statistics of the operands of every converted layer; made by :func:`monitor`.
+
+    Experts count as two layers, ``gate_up`` and ``down`` under the path of their bank: the input of the first is
+    the rows of the tokens as they are sent to experts, and rows that are sent to none are left out.
+    """
 
     def __init__(self, model: nn.Module, every: int) -> None:
-        layers = {
-            n: m for n, m in model.named_modules() if isinstance(m, Linear) and m.recipe.quantized_products
-        }
-        if not layers:
+        found = list(_watchable(model))
+        if not found:
             raise ValueError("the model has no converted layer to watch: call octavo.convert(model) first")
         if every < 1:
             raise ValueError(f"every must be at least 1; got {every}")
         self.every, self.step = every, 0
-        self._layers = layers
-        self._stats = {name: new_stats(layer.weight.device) for name, layer in layers.items()}
+        self._stats: dict[str, torch.Tensor] = {}
+        self._layers: list[_Watched] = []
+        for module, names, nobody in found:
+            device = next(module.parameters()).device
+            buffers = tuple(self._stats.setdefault(name, new_stats(device)) for name in names)
+            self._layers.append(
+                _Watched(module, buffers if isinstance(nobody, tuple) else buffers[0], nobody)
+            )
         self._handle = model.register_forward_pre_hook(self._before_forward)
-        for name, layer in layers.items():
-            # A model that has run compiled does not notice a new hook; it does notice this, and traces again.
-            layer.stats = self._stats[name]
+        # A model that has run compiled does not notice a new hook; it does notice this, and traces again.
+        self._watch(True)
+
+    def _watch(self, on: bool) -> None:
+        for layer in self._layers:
+            layer.module.stats = layer.stats if on else layer.nobody
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
         watch = module.training and self.step % self.every == 0
         self.step += module.training
-        for name, layer in self._layers.items():
-            layer.stats = self._stats[name] if watch else None
+        self._watch(watch)
 
     def read(self) -> list[OperandStats]:
         """What was gathered, layer by layer; the only call that waits for the device."""
@@ -95,8 +129,7 @@ class Monitor:
     def close(self) -> None:
         """Stop watching; what was gathered can still be read."""
         self._handle.remove()
-        for layer in self._layers.values():
-            layer.stats = None
+        self._watch(False)
 
     def __enter__(self) -> Monitor:
         return self

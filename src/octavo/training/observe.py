@@ -10,7 +10,7 @@ import itertools
 import torch
 
 from octavo import library
-from octavo.formats import Format, ScaledTensor
+from octavo.formats import ALL, Format, ScaledTensor
 from octavo.quantize import dequantize, reference
 from octavo.training.recipes import PRODUCTS
 
@@ -46,12 +46,15 @@ def observe(
     x: torch.Tensor,
     quantized: ScaledTensor | None,
     transpose: bool = False,
+    *,
+    offs: torch.Tensor | None = None,
 ) -> None:
     """Add ``x`` [..., M, K] and its quantized form (of ``x.mT`` with ``transpose``) to ``stats``, if given.
 
-    An operand in the padded group layout is not comparable element by element and is not observed.
+    With ``offs``, int32 ends of groups of the rows of ``x`` [M, K], rows past the last are left out, and
+    ``quantized`` may be the transpose of ``x`` in padded groups.
     """
-    if stats is None or quantized is None or quantized.group_ends is not None:
+    if stats is None or quantized is None:
         return
     torch.ops.octavo.observe(
         stats,
@@ -62,6 +65,8 @@ def observe(
         quantized.scale,
         quantized.format.key,
         transpose,
+        offs,
+        quantized.group_ends,
     )
 
 
@@ -74,24 +79,34 @@ def _observe(
     scale: torch.Tensor,
     key: str,
     transpose: bool,
+    offs: torch.Tensor | None,
+    group_ends: torch.Tensor | None,
 ) -> None:
     fmt = Format.from_key(key)
     x = (x.mT if transpose else x).float()
-    decoded = dequantize(ScaledTensor(data, scale, fmt))
+    if group_ends is None:
+        decoded = dequantize(ScaledTensor(data, scale, fmt))
+        scales = reference.expand_blocks(_decoded(scale, fmt), x.shape, fmt.block)
+    else:
+        assert offs is not None
+        decoded, scales = _from_groups(data, scale, fmt, offs, group_ends, x.shape[0])
+    # What lies past the last group is no operand's: memory as it was.
+    live = None if offs is None else (torch.arange(x.shape[0], device=x.device) < offs[-1])[:, None]
     finite = x.isfinite()
-    x = x.where(finite, 0.0)
+    bad = (~finite if live is None else ~finite & live).sum()
+    counted = finite if live is None else finite & live
+    x = x.where(counted, 0.0)
     # Half a step above the largest value is where rounding, were there no clamp, would leave the format.
     ulp = 2.0 ** (fmt.element.emax - fmt.element.mantissa_bits)
-    scales = reference.decode_e8m0(scale) if fmt.is_mx else scale
-    limit = reference.expand_blocks(scales, x.shape, fmt.block) * (fmt.element.max + ulp / 2)
-    error = (x - decoded).where(finite & decoded.isfinite(), 0.0)
-    bad = (~finite).sum()
+    limit = scales * (fmt.element.max + ulp / 2)
+    error = (x - decoded).where(counted & decoded.isfinite(), 0.0)
+    columns = torch.full((), x.numel(), device=x.device) if live is None else live.sum() * x.shape[1]
     sums = (
-        (x.abs() >= limit).sum(),
+        ((x.abs() >= limit) & (True if live is None else live)).sum(),
         ((decoded == 0) & (x != 0)).sum(),
         (x != 0).sum(),
         bad,
-        torch.full((), x.numel(), device=x.device),
+        columns,
         x.double().square().sum(),
         error.double().square().sum(),
     )
@@ -102,9 +117,35 @@ def _observe(
     cell[-1] = torch.where((bad > 0) & (cell[-1] == 0), float(next(_TURNS)), cell[-1])
 
 
+def _decoded(scale: torch.Tensor, fmt: Format) -> torch.Tensor:
+    return reference.decode_e8m0(scale) if fmt.is_mx else scale
+
+
+def _from_groups(
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    fmt: Format,
+    offs: torch.Tensor,
+    ends: torch.Tensor,
+    rows: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and scales, [M, K], of rows whose transpose lies in padded groups with these ends."""
+    row = torch.arange(rows, device=data.device)
+    group = torch.searchsorted(offs, row, right=True).clamp(max=offs.shape[0] - 1)
+    starts, padded = (torch.cat((t.new_zeros(1), t[:-1])) for t in (offs, ends))
+    place = row - starts[group] + padded[group]
+    if fmt.block[1] != ALL:
+        place = place.clamp(max=data.shape[1] * fmt.element.packed - 1)
+        values = dequantize(ScaledTensor(data, scale, fmt))
+        spread = reference.expand_blocks(_decoded(scale, fmt), values.shape, fmt.block).expand_as(values)
+        return values[:, place].T, spread[:, place].T
+    scales = scale[group].squeeze(-1)
+    return data.float()[:, place.clamp(max=data.shape[1] - 1)].T * scales, scales
+
+
 library.define(
     "observe(Tensor(a!) stats, int product, int operand, Tensor x, Tensor data, Tensor scale, str format, "
-    "bool transpose) -> ()",
+    "bool transpose, Tensor? offs, Tensor? group_ends) -> ()",
     _observe,
     lambda *args: None,
 )
