@@ -17,6 +17,7 @@ from octavo.integrations import torchtitan as ours
 from octavo.integrations.torchtitan import config_registry
 from octavo.integrations.torchtitan.modules import OctavoLinear
 from octavo.integrations.torchtitan.training import OctavoSelectiveAC, effective_peak, flops_in_8_bits
+from octavo.testing import sqnr
 
 OURS = "octavo.integrations.torchtitan"
 
@@ -134,3 +135,37 @@ def test_effective_peak_lies_between_the_peaks() -> None:
 def test_the_names_of_the_command_line_are_registered() -> None:
     for kind in ("linear", "experts", "metrics", "selective_ac"):
         assert callable(getattr(ours, kind))
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 20, 9], [0, 0, 0, 0], [32, 0, 0, 0]], ids=str)
+def test_titans_experts_are_one_function_and_a_models_own_are_not(counts: list[int]) -> None:
+    """The span has fewer products, and to the rounding of SwiGLU the numbers of the products one by one."""
+    from octavo.integrations.torchtitan.modules import experts_class
+
+    class Own(GroupedExperts):
+        def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+            return super().forward(x_RD, num_tokens_per_expert_E)
+
+    torch.manual_seed(0)
+    x, grad = torch.randn(40, 64).bfloat16(), torch.randn(40, 64).bfloat16()
+    rows = torch.tensor(counts)
+    results, products = [], []
+    for parent in (GroupedExperts, Own):
+        kind = experts_class(parent)
+        experts = kind(kind.Config(dim=64, hidden_dim=32, num_experts=4, recipe="rowwise"))
+        torch.manual_seed(1)
+        for weight in experts.parameters():
+            torch.nn.init.normal_(weight, std=0.1)
+        inputs = x.clone().requires_grad_()
+        with torch.profiler.profile() as profile:
+            out = experts(inputs, rows)
+            gradients = torch.autograd.grad(out, (inputs, *experts.parameters()), grad)
+        products.append(sum(e.count for e in profile.key_averages() if e.key == "octavo::scaled_grouped_mm"))
+        results.append([out, *gradients])
+    assert products == [6, 9]
+    live = sum(counts)
+    for spanned, plain in zip(*results, strict=True):
+        assert spanned.dtype == plain.dtype
+        # TorchTitan's SwiGLU rounds twice, the span's once: single codes after it differ.
+        assert sqnr(spanned, plain) > 30
+    assert not results[0][0][live:].any()
