@@ -20,7 +20,7 @@ import torch
 import octavo
 from octavo.bench import published, routings, stock_moe
 from octavo.bench.cases import Case
-from octavo.bench.grouped_suite import agrees
+from octavo.bench.grouped_suite import agrees, by_triton
 from octavo.bench.timing import Contender, Contenders, Inputs
 from octavo.training.expert_spanning import route, routed_experts, sorted_experts
 from octavo.training.recipes import Recipe
@@ -157,6 +157,8 @@ def _case(bank: Bank, recipe: str, fast: str) -> Case:
     }
     if bank.routing == "uniform" and fast == "default" and recipe in ("rowwise", "blockwise"):
         contenders["octavo_compile"] = Contender(functools.partial(train, stock_moe.compiled(ours)))
+    if recipe == "rowwise" and fast == "default":
+        contenders["octavo_triton"] = Contender(step, by_triton)
     if recipe == "rowwise" and fast == "default" and stock_moe.fits(bank.sizes):
         contenders["torch_fp8_compile"] = Contender(functools.partial(train, stock_moe.compiled(fp8)))
     weights = 3 * bank.experts * bank.d * bank.f

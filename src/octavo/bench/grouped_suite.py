@@ -44,6 +44,10 @@ FLOORS = {"output": 24.0, "grad_input": 22.0, "grad_weight": 22.0}
 """Least agreement with BF16 in dB, of results that are quantized (numerics.md: 27, 25 and 24 against float64)."""
 
 
+by_triton = functools.partial(octavo.use_kernels, scaled_grouped_mm="triton")
+"""The context in which grouped FP8 products run on the Triton kernel, also where dispatch prefers PyTorch's own."""
+
+
 @dataclass(frozen=True)
 class Layer:
     """One layer of experts x [M, K] by w [G, N, K], with the rows of each expert."""
@@ -157,9 +161,10 @@ def _product_case(layer: Layer, name: str, recipe: str, fast: bool) -> Case:
         "octavo": Contender(call),
         "aten": Contender(lambda _a, _b, *inputs: bf16_product(name, inputs)),
     }
-    for kernel in ("triton", "torch"):
-        named = functools.partial(octavo.use_kernels, scaled_grouped_mm=kernel)
-        contenders[f"octavo_{kernel}"] = Contender(call, named)
+    contenders["octavo_triton"] = Contender(call, by_triton)
+    contenders["octavo_torch"] = Contender(
+        call, functools.partial(octavo.use_kernels, scaled_grouped_mm="torch")
+    )
     if recipe == "rowwise":
         contenders["torch_fp8"] = Contender(stock)
     return Case(
@@ -280,6 +285,8 @@ def _step_case(layer: Layer, recipe: str, fast: str) -> Case:
         "octavo_cached": Contender(step, functools.partial(_kept, step, layer, held)),
         "aten": Contender(plain),
     }
+    if recipe == "rowwise" and fast == "default":
+        contenders["octavo_triton"] = Contender(step, by_triton)
     if recipe == "rowwise" and fast == "default" and stock_moe.fits(layer.sizes):
         stock = functools.partial(train, stock_moe.compiled(stock_moe.fp8_grouped))
         contenders["torch_fp8_compile"] = Contender(stock)
