@@ -67,23 +67,20 @@ def swiglu_backward_amax(
 
 
 @triton.jit
-def _half_of(
-    data, scale, amax, half, F, pitch, scale_pitch,
-    ELEMENT: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr, R: tl.constexpr, TURNED: tl.constexpr,
+def _second_half(
+    data, scale, F, pitch, scale_pitch,
+    ELEMENT: tl.constexpr, CB: tl.constexpr, R: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    # Where one half of [gate | up] lies in an output of the gradient: a matrix [M, F] of its own.
-    if half == 1 and ELEMENT != "":
-        blocks = 0 if CB == 0 else tl.cdiv(F, CB)
-        if TURNED:
-            word: tl.constexpr = code_bits(ELEMENT) * 2 ** folds(ELEMENT, R) // 8
-            data += tl.cast(F, tl.int64) * pitch * word
-            scale += tl.cast(blocks, tl.int64) * scale_pitch
-        else:
-            data += F * code_bits(ELEMENT) // 8
-            scale += blocks
-        if RB == 0 and CB != 0:
-            amax += F
-    return data, scale, amax
+    # Where the second half of [gate | up] lies in an output of the gradient: a matrix [M, F] of its own.
+    blocks = 0 if CB == 0 else tl.cdiv(F, CB)
+    if TURNED:
+        word: tl.constexpr = code_bits(ELEMENT) * 2 ** folds(ELEMENT, R) // 8
+        data += tl.cast(F, tl.int64) * pitch * word
+        scale += tl.cast(blocks, tl.int64) * scale_pitch
+    else:
+        data += F * code_bits(ELEMENT) // 8
+        scale += blocks
+    return data, scale
 
 
 @triton.jit(do_not_specialize=["tiles_m", "tiles_k"])
@@ -120,14 +117,22 @@ def swiglu_backward_tiles(
         if turn == 1:
             d_gate, d_up, a = _backward_values(h, grad, i, j, M, F, hm, gm)
         for half in tl.static_range(2):
-            d, d_scale, d_amax = _half_of(
-                direct, direct_scale, direct_amax, half, F, direct_pitch, direct_scale_pitch,
-                D_ELEMENT, D_RB, D_CB, R, False,
-            )  # fmt: skip
-            t, t_scale, t_amax = _half_of(
-                turned, turned_scale, turned_amax, half, F, turned_pitch, turned_scale_pitch,
-                T_ELEMENT, T_RB, T_CB, R, True,
-            )  # fmt: skip
+            # A function of Triton 3.6 cannot return None, so absent outputs and amax are seen to here.
+            d, d_scale, d_amax = direct, direct_scale, direct_amax
+            t, t_scale, t_amax = turned, turned_scale, turned_amax
+            if half == 1:
+                if D_ELEMENT != "":
+                    d, d_scale = _second_half(
+                        direct, direct_scale, F, direct_pitch, direct_scale_pitch, D_ELEMENT, D_CB, R, False
+                    )
+                    if D_RB == 0 and D_CB != 0:
+                        d_amax = direct_amax + F
+                if T_ELEMENT != "":
+                    t, t_scale = _second_half(
+                        turned, turned_scale, F, turned_pitch, turned_scale_pitch, T_ELEMENT, T_CB, R, True
+                    )
+                    if T_RB == 0 and T_CB != 0:
+                        t_amax = turned_amax + F
             write_tile(
                 d_gate if half == 0 else d_up, d, d_scale, d_amax, t, t_scale, t_amax,
                 batch, tile_m, tile_k, M, F,
