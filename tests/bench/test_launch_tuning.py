@@ -77,11 +77,12 @@ def test_the_users_folder_is_used_without_a_variable(tmp_path: Path, monkeypatch
 def test_a_wrong_candidate_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = []
 
-    def events(functions: Any, sets: Any, rounds: int) -> dict[str, float]:
+    def replay(functions: Any, sets: Any, rounds: int) -> dict[str, float]:
         timed.append(functions["it"](*sets[0]))
         return {"it": 1.0}
 
-    monkeypatch.setattr(timing, "events_ms", events)
+    monkeypatch.setattr(timing, "replay_ms", replay)
+    monkeypatch.setattr(timing, "l2_bytes", lambda: 1 << 20)
 
     def call(x: torch.Tensor) -> torch.Tensor:
         wrong = launch_tables.lookup("sm_90", "tiles", "turned/1x128").get("quads")

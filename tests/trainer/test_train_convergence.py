@@ -19,7 +19,7 @@ RECIPES = ("rowwise", "blockwise", "mxfp8")
 @pytest.mark.timeout(2400)  # four trainings, minutes each on a slow core
 def test_two_hundred_steps_end_within_one_percent_of_bf16(tmp_path: Path) -> None:
     config = TrainConfig(
-        recipes=("bf16", *RECIPES), baseline="bf16", steps=200, batch_size=2, out=tmp_path / "out"
+        recipes=("bf16", *RECIPES), baseline="bf16", steps=200, batch_size=4, out=tmp_path / "out"
     )
     corpus = job.prepare(config)
     assert job.run(config, corpus, Console(file=StringIO()), command="octavo train") == 0
