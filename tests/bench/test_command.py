@@ -30,7 +30,10 @@ Octavo = Callable[..., tuple[int, str, str]]
         (["tune", "--launch", "all"], "--launch times kernels on a GPU and torch sees none"),
         (["tune", "--wins"], "--wins times kernels on a GPU and torch sees none"),
         (["tune", "--wins", "--results", "{tmp}/absent"], "no folder"),
-        (["tune", "--wins", "--results", "{tmp}"], "no attention-*.json or rmsnorm-*.json or topk-*.json"),
+        (
+            ["tune", "--wins", "--results", "{tmp}"],
+            "no attention-*.json or gemm-*.json or grouped-bf16-*.json",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -77,7 +80,7 @@ def test_a_failing_suite_leaves_the_next_and_is_told_by_the_status(
 def test_wins_are_measured_and_written_for_the_owner(
     octavo: Octavo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the owner's card: both suites run with every kernel, and `enable()` goes by what they showed."""
+    """On the owner's card: every suite runs with every kernel, and `enable()` goes by what they showed."""
 
     def run(suite: str, out: Path, **options: Any) -> Path:
         assert options["force"]
@@ -85,6 +88,11 @@ def test_wins_are_measured_and_written_for_the_owner(
             "topk": ("models", "fp32 8192x256 k=8"),
             "rmsnorm": ("models_forward", "bf16 8192x4096"),
             "attention": ("forward_64", "bf16 B=16 H=64 L=512"),
+            "gemm": ("published", "bf16 M=16 N=4096 K=4096"),
+            "grouped-bf16": ("uniform", "rows 8x512 K=4096 N=4096"),
+            "grouped-fp8": ("uniform_fast", "rows 8x512 K=4096 N=4096"),
+            "mx": ("mxfp8", "M=32 N=4096 K=4096"),
+            "scaled": ("rowwise", "e4m3 M=16 N=4096 K=4096"),
         }[suite]
         entry = {
             "group": group,
@@ -110,4 +118,5 @@ def test_wins_are_measured_and_written_for_the_owner(
         assert wins.why_not("topk", device, dtype="float32", m=8192, n=256, k=8) is None
         assert wins.why_not("rms_norm", device, dtype="bfloat16", m=8192, n=4096) is None
         assert wins.why_not("rms_norm_backward", device, dtype="bfloat16", m=8192, n=4096) is not None
+        assert wins.why_not("mm", device, dtype="bfloat16", m=16, n=4096, k=4096) is None
     wins.reload()

@@ -90,7 +90,7 @@ def test_command_writes_what_the_operators_read(tmp_path: Path, monkeypatch: pyt
 
 
 def test_results_that_make_no_table_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no attention-\*\.json or rmsnorm"):
+    with pytest.raises(ValueError, match=r"no attention-\*\.json or gemm"):
         wins_table.write(tmp_path, tmp_path)
     for i, architecture in enumerate(("sm_90", "gfx942")):
         (tmp_path / f"topk-{i}.json").write_text(json.dumps(_content("topk", [], architecture)))

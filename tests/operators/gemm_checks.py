@@ -1,6 +1,6 @@
 """Checks of the products of decoded operands on any device: a GPU, or the CPU with Triton's interpreter.
 
-TRITON_INTERPRET=1 python tests/operators/gemm_checks.py mx|mixed|values|first|calls     (prints the number of cases)
+TRITON_INTERPRET=1 python tests/operators/gemm_checks.py mx|mixed|dense|fp8|values|first|calls   (prints how many)
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from octavo import hardware, quantize
 from octavo.formats import E4M3FN, MXFP4, MXFP8, MXFP8_E5M2, Format, ScaledTensor, ScaleLayout
 from octavo.matmul import reference as matmul_reference
+from octavo.operators import gemm
 from octavo.operators.gemm import launch, reference, scaled
 from octavo.operators.gemm.plan import Plan
 from octavo.testing import outlier_matrix, poisoned_allocations, worst_row_sqnr
@@ -94,6 +95,66 @@ def mixed() -> int:
             got = launch.product(x, w, bias, torch.empty(m, n, dtype=dtype, device=DEVICE), plan)
         compare(got, reference.mixed_mm(x, w, bias), 45.0, f"{dtype} {weight} {m}x{n}x{k} {plan}")
         count += 1
+    return count
+
+
+def dense() -> int:
+    """Two plain operands: exchanged, split, with biases; by descriptors where the card has them."""
+    count = 0
+    plans = [Plan("tiles", (32, 32, 64), 4, 2, split=split, swap=swap) for split in (1, 4) for swap in (0, 1)]
+    plans += [Plan("boxes", (64, 64, 64), 4, 3, split=split) for split in (1, 4)]
+    for plan, (m, n, k) in zip(
+        itertools.cycle(plans), [*SHAPES, (70, 48, 1096), (7, 40, 904), (3, 200, 136)]
+    ):
+        dtype = (torch.bfloat16, torch.float16)[count % 2]
+        x, w = inputs(m, k, 3).to(dtype), inputs(n, k, 4).to(dtype)
+        bias = torch.randn(n, device=DEVICE).to(dtype) if count % 2 else None
+        with poisoned_allocations():
+            got = gemm.dense.product(x, w, bias, plan)
+        want = x.double() @ w.double().t() + (0 if bias is None else bias.double())
+        compare(got, want.to(dtype), 45.0, f"{dtype} {m}x{n}x{k} {plan}")
+        count += 1
+    return count
+
+
+def fp8() -> int:
+    """``torch._scaled_mm`` and its successor with float32 scales: layouts as PyTorch's kernels read them."""
+    count = 0
+    formats = {
+        kind: hardware.native_format(Format(E4M3FN, kind), DEVICE) for kind in ("rowwise", "1x128", "128x128")
+    }
+    recipes = {kind: number for number, kind in gemm.fp8.RECIPES.items()}
+    for (left, right), (m, n, k) in itertools.product(gemm.fp8.KINDS, [(36, 48, 512), (132, 144, 1024)]):
+        a, b = operand(m, k, formats[left], 1), operand(n, k, formats[right], 2)
+        sa, sb = a.scale, b.scale.t()
+        if left == "1x128":
+            sa, sb = (
+                sa.t().contiguous().t(),
+                (b.scale.t() if right == "128x128" else b.scale.t().contiguous()),
+            )
+        bias = torch.randn(n, device=DEVICE).bfloat16() if count % 2 else None
+        want = matmul_reference.scaled_mm(a, b, bias, torch.bfloat16, False)
+        old = (a.data, b.data.t(), sa, sb, bias, None, torch.bfloat16)
+        new = (
+            a.data,
+            b.data.t(),
+            [sa],
+            [recipes[left]],
+            [0],
+            [sb],
+            [recipes[right]],
+            [0],
+            bias,
+            torch.bfloat16,
+        )
+        for why_not, run, args in (
+            (scaled.why_not_v1, scaled.run_v1, old),
+            (scaled.why_not_v2, scaled.run_v2, new),
+        ):
+            assert why_not(*args) is None, (left, right, m, why_not(*args))
+            with poisoned_allocations():
+                compare(run(*args), want, 45.0, f"{left} {right} {m}x{n}x{k}")
+            count += 1
     return count
 
 

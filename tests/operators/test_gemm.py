@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -33,6 +34,8 @@ def run(script: str, group: str) -> list[str]:
     [
         pytest.param("mx", 16, marks=pytest.mark.slow),
         pytest.param("mixed", 15, marks=pytest.mark.slow),
+        ("dense", 7),
+        pytest.param("fp8", 12, marks=pytest.mark.slow),
         ("values", 8),
         ("first", 18),
         ("calls", 10),
@@ -136,14 +139,34 @@ def test_mx_products_are_served_unmeasured_where_pytorch_has_none(monkeypatch: p
 def test_plans_cover_every_row_count() -> None:
     block = Format(MXFP8.element, "128x128")
     works = {plan.work_of(a, b) for a, b in ((MXFP8, MXFP8), (MXFP4, MXFP4))}
-    works |= {plan.work_of(None, b) for b in (MXFP8, MXFP4, block)}
+    works |= {plan.work_of(None, b) for b in (MXFP8, MXFP4, block)} | {plan.DENSE}
     for arch in ("sm_90", "gfx950", "gfx942"):
         for work in works:
             for rows in (1, 16, 17, 64, 65, 4096, 10**6):
                 chosen = plan.choose(arch, work, rows)
-                assert chosen.kind == "decode_first" or chosen.tile[2] % 128 == 0
+                assert (
+                    chosen.kind == "decode_first" or chosen.tile[2] % (64 if work == plan.DENSE else 128) == 0
+                )
+                assert chosen.kind != "boxes" or work == plan.DENSE
+                assert work != plan.DENSE or chosen.kind in ("tiles", "boxes")
                 assert not work.endswith("block") or chosen.kind != "tiles" or chosen.tile[1:] <= (128, 128)
                 assert chosen.kind != "native" or arch == "gfx950"
+
+
+def test_the_owners_plans_stand_before_the_committed_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = plan.Plan("boxes", (128, 64, 64), 8, 3, split=2)
+    (tmp_path / "gemm-sm_90.json").write_text(json.dumps({plan.DENSE: [plan.entry(own)]}))
+    monkeypatch.setenv("OCTAVO_TABLES", str(tmp_path))
+    plan.reload()
+    try:
+        assert plan.choose("sm_90", plan.DENSE, 5) == own
+        assert plan.choose("sm_90", "mxfp8", 5) == plan.tables()["sm_90"]["mxfp8"][0]
+        assert plan.choose("gfx950", plan.DENSE, 5) == plan.tables()["gfx950"][plan.DENSE][0]
+    finally:
+        monkeypatch.undo()
+        plan.reload()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,11 @@ def sqnr_db(result: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(20 * torch.log10(wanted.norm() / noise)) if noise > 0 else float("inf")
 
 
+def relative_error(result: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Norm of the difference over the norm of ``wanted``, in float64."""
+    return ((result.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
 def same_bits(found: tuple[Any, ...], wanted: tuple[Any, ...], share: float = 0.0) -> str | None:
     """The first output that differs in more than ``share`` of its elements; NaN scales are all alike."""
     for n, (a, b) in enumerate(zip(found, wanted, strict=True)):

@@ -30,6 +30,8 @@ class Case:
         taken: whether Octavo's own kernel serves the case, given the inputs.
         compiled: a function to time under torch.compile as ``"compile"``, Dynamo reset for each case.
         note: anything a reader of the results must know.
+        input_bytes: of one set of inputs what the contender that reads least reads, for how many copies of them exceed
+            the cache; all that ``make`` returns by default.
         by_events: time by CUDA events with the cache cleared instead of graph replay, and also report the memory
             that a call takes: for steps of many milliseconds.
     """
@@ -44,6 +46,7 @@ class Case:
     taken: Callable[[Inputs], bool]
     compiled: Callable[..., Any] | None = None
     note: str = ""
+    input_bytes: int | None = None
     by_events: bool = False
 
 
@@ -51,13 +54,16 @@ SUITES = {
     "attention": "octavo.bench.attention_suite:cases",
     "block": "octavo.bench.block_suite:cases",
     "experts": "octavo.bench.experts_suite:cases",
+    "gemm": "octavo.bench.dense_suite:cases",
     "grouped": "octavo.bench.grouped_suite:cases",
     "grouped-bf16": "octavo.bench.gemm_suite:cases",
+    "grouped-fp8": "octavo.bench.gemm_suite:cases_fp8",
     "linear": "octavo.bench.linear_suite:cases",
     "moe-layer": "octavo.bench.moe_layer_suite:cases",
     "mx": "octavo.bench.mx_suite:cases",
     "quantize": "octavo.bench.quantize_suite:cases",
     "rmsnorm": "octavo.bench.rmsnorm_suite:cases",
+    "scaled": "octavo.bench.scaled_suite:cases",
     "topk": "octavo.bench.topk_suite:cases",
 }
 """Suite name to ``module:function``, which returns the list of cases."""

@@ -13,7 +13,7 @@ from octavo.errors import UserError
 
 EXIT_FAILED = 1
 
-OPERATOR_SUITES = ("topk", "rmsnorm", "attention")
+OPERATOR_SUITES = ("topk", "rmsnorm", "attention", "gemm", "grouped-bf16", "grouped-fp8", "mx", "scaled")
 """Suites that measure operators of PyTorch, and so make the tables of wins."""
 
 
@@ -92,7 +92,7 @@ def tune(
         )
     if results is not None and not results.is_dir():
         raise UserError(
-            f"no folder {str(results)!r}: --results takes one with topk-*.json and rmsnorm-*.json"
+            f"no folder {str(results)!r}: --results takes one with results of octavo bench, such as topk-*.json"
         )
     folder = to or tables.overlay_folder()
     complete = True

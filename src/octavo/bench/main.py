@@ -56,7 +56,9 @@ def run_case(case: Case, compile: bool = True, host: bool = True) -> dict[str, A
     if case.by_events:
         sets, ms = [first], timing.events_ms(contenders, [first])
     else:
-        sets = [first] + [case.make() for _ in range(timing.copies(timing.nbytes(first)) - 1)]
+        sets = [first] + [
+            case.make() for _ in range(timing.copies(case.input_bytes or timing.nbytes(first)) - 1)
+        ]
         ms = timing.replay_ms(contenders, sets, rounds=ROUNDS)
     result: dict[str, Any] = {
         "group": case.group,

@@ -1,8 +1,9 @@
 """From results files to a table of wins (``octavo.operators.wins``): which calls Octavo's operators take over.
 
 A measured shape is a win if Octavo's kernel was taken and checked there and was faster than PyTorch's by ``MARGIN`` in
-every time that the file has: CUDA-graph replay, events with a cleared cache, and back-to-back wall time. Each win
-becomes a box, conservatively:
+every time that the file has: CUDA-graph replay, events with a cleared cache, and back-to-back wall time; and faster
+than decoding its operands first, where that was timed. Each win becomes a box, conservatively (attention and matrix
+products by rules of their own, in ``attention_wins`` and ``gemm_wins``):
 
 * rows: from those measured up, but below the next larger row count that was measured and did not win;
 * k: down to half the power of two that the kernels pad it to, as those calls run the same code;
@@ -22,16 +23,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.bench import attention_wins
+from octavo.bench import attention_wins, gemm_wins
 
 MARGIN = 1.02
 """How many times faster a win must be, so that noise alone makes none."""
 
-SUITES = ("attention", "rmsnorm", "topk")
+SUITES = ("attention", *gemm_wins.SUITES, "rmsnorm", "topk")
 """Those that measure operators which can be taken over."""
 
 GAP = 4.0
 """Largest ratio of columns across which two wins speak for what lies between."""
+
+RIVALS = ("aten", "decode_first")
+"""Contenders that do the same work from the same inputs, and that a call goes to where it is not taken."""
 
 UNLIMITED = 2**62
 
@@ -68,7 +72,9 @@ def operator_of(suite: str, group: str) -> str:
 def is_win(case: dict[str, Any]) -> bool:
     """Whether Octavo's kernel was faster by every clock."""
     clocks = [case[name] for name in ("ms", "event_ms", "wall_ms") if name in case]
-    faster = all(times["aten"] >= MARGIN * times["octavo"] for times in clocks)
+    faster = all(
+        times[rival] >= MARGIN * times["octavo"] for times in clocks for rival in RIVALS if rival in times
+    )
     return bool(case["checked"] and case["taken"] and faster)
 
 
@@ -155,16 +161,19 @@ def table(paths: Iterable[Path]) -> tuple[str, dict[str, Any]]:
         )
     runs = [f"{path.name} of {c['date']} on {c['machine']['gpu']}" for path, c in contents.items()]
     of_attention = [c for c in contents.values() if c["suite"] == "attention"]
-    rows = [c for c in contents.values() if c["suite"] != "attention"]
+    of_products = [c for c in contents.values() if c["suite"] in gemm_wins.SUITES]
+    rows = [c for c in contents.values() if c["suite"] not in ("attention", *gemm_wins.SUITES)]
     operators = {name: boxes(shapes) for name, shapes in points(rows).items()}
     if of_attention:
         operators |= attention_wins.boxes((case for c in of_attention for case in c["cases"]), is_win)
+    operators |= gemm_wins.boxes(of_products, is_win)
     return architectures.pop(), {"run": "; ".join(runs), **operators}
 
 
 def write(results: Path, folder: Path) -> Path:
     """Write ``<folder>/<architecture>.json`` from the files of ``SUITES`` in ``results``; returns its path."""
-    paths = sorted(path for suite in SUITES for path in results.glob(f"{suite}-*.json"))
+    found = (path for suite in SUITES for path in results.glob(f"{suite}-*.json"))
+    paths = sorted(path for path in found if json.loads(path.read_text()).get("suite") in SUITES)
     if not paths:
         wanted = " or ".join(f"{suite}-*.json" for suite in SUITES)
         raise ValueError(f"no {wanted} in {results}: run octavo bench with --force first")

@@ -62,9 +62,12 @@ def entries(target: str, modules: Sequence[str] | None = None) -> list[Entry]:
         if cases is not None:
             found += [Entry(case, target, name, i) for i, case in enumerate(cases(target))]
     if modules is None:
-        own = {entry.case.kernel for entry in found}
+        # A room's own cases stand for its launches; another room may launch its kernels in other configurations.
+        own = {(entry.case.kernel, entry.case.room) for entry in found}
         recorded = enumerate(_cases(RECORDED, target))
-        found += [Entry(case, target, RECORDED, i) for i, case in recorded if case.kernel not in own]
+        found += [
+            Entry(case, target, RECORDED, i) for i, case in recorded if (case.kernel, case.room) not in own
+        ]
     seen: dict[str, str] = {}
     for entry in found:
         if entry.name in seen:

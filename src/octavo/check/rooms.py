@@ -22,7 +22,13 @@ Call = tuple[str, Callable[[], Any]]
 """A few words for the configuration, and a call of the room's launch code."""
 
 ROWS = 64
-_PRODUCTS = ("attention_forward", "attention_backward_keys", "attention_backward_queries")
+_PRODUCTS = (
+    "attention_forward",
+    "attention_backward_keys",
+    "attention_backward_queries",
+    "gemm_decoding_tiles",
+    "scaled_mm_tiles",
+)
 """Kernels of the rooms below that multiply 16-bit matrices."""
 _BF16, _FP32 = torch.bfloat16, torch.float32
 _SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16"}
@@ -65,7 +71,7 @@ def _place(launches: list[Launch], last: Launch) -> int:
 
 
 def _kind(launch: Launch) -> str:
-    if launch.function.__name__ == "gemm_decoding_tiles":
+    if launch.function.__name__ == "gemm_decoding_tiles" and launch.constexprs["B_KIND"] != "plain":
         native = "product mxfp4" if launch.constexprs["B_PACK"] == 2 else "product mxfp8"
         return native if launch.constexprs["NATIVE"] else "product mx by bf16"
     if launch.function.__name__ in _PRODUCTS:
@@ -322,21 +328,23 @@ def _gemm(launch: ModuleType, target: str) -> Iterator[Call]:
         flat = torch.zeros(swizzled_size(rows, k // 32), dtype=torch.uint8).view(torch.float8_e8m0fnu)
         return ScaledTensor(data, flat, fmt, ScaleLayout.SWIZZLED_32_4_4)
 
-    def call(plan: Any, a: Format | torch.dtype, b: Format, swizzled: bool) -> Callable[[], Any]:
+    def call(plan: Any, a: Format | torch.dtype, b: Format | None, swizzled: bool) -> Callable[[], Any]:
         def product() -> None:
             rows = min(plan.up_to or 256, 256)
             left = torch.zeros(rows, k, dtype=a) if isinstance(a, torch.dtype) else side(rows, a, swizzled)
+            right = torch.zeros(n, k, dtype=a) if isinstance(a, torch.dtype) else None
             out = torch.zeros(rows, n, dtype=_BF16 if isinstance(a, Format) else a)
-            launch.product(left, side(n, b, swizzled), None, out, plan)
+            launch.product(left, right if b is None else side(n, b, swizzled), None, out, plan)
 
         return product
 
     e4m3, e5m2, e2m1 = (Format(element, "1x32", "rceil") for element in (E4M3FN, E5M2, E2M1))
     block = Format(E4M3FN, "128x128")
-    pairs = {
+    pairs: dict[str, list[tuple[Any, Any]]] = {
         "mxfp8": [(e4m3, e4m3), (e5m2, e4m3)], "mxfp4": [(e2m1, e2m1)],
         **{f"16-bit x {name}": [(_BF16, b), (torch.float16, b)] for name, b in
            (("mxfp8", e4m3), ("mxfp4", e2m1), ("block", block))},
+        "16-bit": [(_BF16, None), (torch.float16, None)],
     }  # fmt: skip
     tables = plans.tables()
     for work, lines in tables.get(target, tables["other"]).items():

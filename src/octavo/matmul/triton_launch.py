@@ -202,6 +202,16 @@ def _dense(
     return out
 
 
+def dense_mm(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, config: Config
+) -> torch.Tensor:
+    """``out[M, N] = a[M, K] @ b[N, K].T + bias[N]`` of 16-bit operands; no extent is 0, out's rows are contiguous."""
+    with _on(out.device):
+        return _dense(
+            Operand(a), Operand(b), bias, out, a.shape[1], config, hardware.architecture(out.device), False
+        )
+
+
 def decode_mx(x: ScaledTensor) -> torch.Tensor:
     """An MX tensor [..., K] in bfloat16: exact wherever the values are normal numbers of bfloat16."""
     side = operand(x)

@@ -52,6 +52,8 @@ class Override:
         measured: why no measurement says that it wins, or None. Skipped under ``enable(force=True)``.
         run: the kernel.
         filter: for the compiled router; without one the overload is always routed in Python.
+        only_with_wins: register the overload only where a table of wins has boxes of this name, or when forced: its
+            calls are too many and too short to be asked in vain.
     """
 
     overload: str
@@ -59,3 +61,4 @@ class Override:
     measured: Callable[..., str | None]
     run: Callable[..., Any]
     filter: Filter | None = None
+    only_with_wins: str | None = None

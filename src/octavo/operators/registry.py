@@ -45,6 +45,8 @@ MEASURED = (
     "scaled_mm",
     "grouped_mm",
     "scaled_grouped_mm",
+    "mixed_mm",
+    "mm",
 )
 """Names in the tables of wins: an operator's forward and backward win or lose apart."""
 
@@ -207,19 +209,28 @@ def _names(operators: tuple[str, ...]) -> tuple[str, ...]:
     return operators or tuple(OPERATORS)
 
 
-def _switch(name: str) -> _Switch:
-    """The operator's switch, with its routers registered."""
+def _switch(name: str, force: bool = False) -> _Switch:
+    """The operator's switch, with its routers registered: all of them, or those that may be asked for anything."""
     with _lock:
         switch = _switches.get(name)
+        first = switch is None
         if switch is None:
             switch = _switches[name] = _Switch()
-            # PyTorch registers GPU kernels of both vendors under this key, and has none in a CPU build.
-            if torch.version.cuda or torch.version.hip:
-                module = importlib.import_module(OPERATORS[name])
-                for override in module.OVERRIDES:
-                    switch.routes.append(_Route(override, "CUDA", switch))
+        # PyTorch registers GPU kernels of both vendors under this key, and has none in a CPU build.
+        if torch.version.cuda or torch.version.hip:
+            module = importlib.import_module(OPERATORS[name])
+            _register_missing(switch, module.OVERRIDES, force)
+            if first:
                 getattr(module, "prepare", lambda: None)()
         return switch
+
+
+def _register_missing(switch: _Switch, overrides: tuple[Override, ...], force: bool) -> None:
+    there = {route.override.overload for route in switch.routes}
+    for override in overrides:
+        needed = override.only_with_wins is None or force or wins.is_won_anywhere(override.only_with_wins)
+        if needed and override.overload not in there:
+            switch.routes.append(_Route(override, "CUDA", switch))
 
 
 def register_for_test(name: str, overrides: tuple[Override, ...], key: str) -> None:
@@ -243,7 +254,7 @@ def enable(*operators: str, force: bool = False) -> None:
         ValueError: for an unknown name.
     """
     for name in _names(operators):
-        _switch(name).turn(True, force)
+        _switch(name, force).turn(True, force)
 
 
 def disable(*operators: str) -> None:
@@ -258,7 +269,7 @@ def disable(*operators: str) -> None:
 def enabled(*operators: str, force: bool = False) -> Iterator[None]:
     """``enable`` inside the block, then what was before. Holds for all threads, as a dispatcher does."""
     names = _names(operators)
-    before = {name: (_switch(name).enabled, _switch(name).forced) for name in names}
+    before = {name: (switch.enabled, switch.forced) for name in names for switch in [_switch(name)]}
     enable(*names, force=force)
     try:
         yield

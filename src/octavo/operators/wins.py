@@ -61,6 +61,13 @@ def tables(architecture: str) -> dict[str, Table]:
     return found
 
 
+def is_won_anywhere(operator: str) -> bool:
+    """Whether any architecture's table, which is known before a device is, has a box of ``operator``."""
+    paths = (path for folder in (COMMITTED, overlay_folder()) for path in folder.glob("*.json"))
+    found = (tables(architecture).get(operator) for architecture in {path.stem for path in paths})
+    return any(table is not None and table.boxes for table in found)
+
+
 def reload() -> None:
     """Forget the tables read so far; routers follow."""
     tables.cache_clear()

@@ -3,7 +3,8 @@
 ``F.scaled_mm`` with ``BlockWise1x32`` (``aten::_scaled_mm_v2``) and ``torch._scaled_mm`` with e8m0 scales raise on
 Hopper and MI300; with ``octavo.operators.enable("gemm")`` they run there, decoded exactly inside the kernel. What the
 kernels are right for is decided in :mod:`.scaled`; a refused call keeps PyTorch's kernel and its error.
-Grouped products (``torch._grouped_mm``, ``F.grouped_mm``, ``_scaled_grouped_mm``) are in :mod:`.grouped`.
+Grouped products (``torch._grouped_mm``, ``F.grouped_mm``, ``_scaled_grouped_mm``) are in :mod:`.grouped`, FP8 products
+with a scale a row or in blocks of 128 in :mod:`.fp8`, and plain 16-bit ones in :mod:`.dense`.
 :func:`mixed_mm` is no operator of PyTorch's: layers of :mod:`octavo.serving` call it.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from octavo.operators import inductor
-from octavo.operators.gemm import grouped, scaled
+from octavo.operators.gemm import dense, grouped, scaled
 from octavo.operators.gemm.mixed import mixed_mm
 from octavo.operators.gemm.scaled import scaled_mm
 from octavo.operators.override import Override
@@ -35,8 +36,8 @@ def _exists(overload: str) -> bool:
 _OVERRIDES = (
     Override("aten::_scaled_mm_v2", scaled.why_not_v2, scaled.measured_v2, scaled.run_v2),
     Override("aten::_scaled_mm_v2.out", scaled.why_not_v2_out, scaled.measured_v2, scaled.run_v2),
-    Override("aten::_scaled_mm", scaled.why_not_v1, scaled.measured_v2, scaled.run_v1),
-    Override("aten::_scaled_mm.out", scaled.why_not_v1_out, scaled.measured_v2, scaled.run_v1),
+    Override("aten::_scaled_mm", scaled.why_not_v1, scaled.measured_v1, scaled.run_v1),
+    Override("aten::_scaled_mm.out", scaled.why_not_v1_out, scaled.measured_v1, scaled.run_v1),
     Override("aten::_grouped_mm", grouped.why_not_grouped, grouped.measured_grouped, grouped.run_grouped),
     Override("aten::_scaled_grouped_mm", grouped.why_not_scaled, grouped.measured_scaled, grouped.run_scaled),
     Override(
@@ -45,5 +46,7 @@ _OVERRIDES = (
         grouped.measured_scaled_v2,
         grouped.run_scaled_v2,
     ),
+    Override("aten::mm", dense.why_not_mm, dense.measured_mm, dense.run_mm, only_with_wins="mm"),
+    Override("aten::addmm", dense.why_not_addmm, dense.measured_addmm, dense.run_addmm, only_with_wins="mm"),
 )
 OVERRIDES = tuple(override for override in _OVERRIDES if _exists(override.overload))

@@ -103,11 +103,13 @@ def measured_grouped(
     return _measured("grouped_mm", self, mat2, offs)
 
 
-def _measured(kind: str, a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None) -> str | None:
+def _measured(
+    kind: str, a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None, **more: str
+) -> str | None:
     assert offs is not None
     form = "rows" if b.ndim == 3 else "columns"
     sizes = {"m": a.shape[0], "n": b.shape[-1], "k": a.shape[1], "groups": offs.shape[0]}
-    return wins.why_not(kind, a.device, form=form, dtype=str(a.dtype)[6:], **sizes)
+    return wins.why_not(kind, a.device, form=form, dtype=str(a.dtype)[6:], **more, **sizes)
 
 
 # ---- FP8, one scale a row -------------------------------------------------------------------------------------
@@ -181,11 +183,13 @@ def measured_scaled(
     scale_a: object,
     scale_b: object,
     offs: torch.Tensor | None = None,
-    *rest: Any,
-    **_: Any,
+    bias: torch.Tensor | None = None,
+    scale_result: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
 ) -> str | None:
     """Why no measurement says that the scaled grouped product wins here, or None."""
-    return _measured("scaled_grouped_mm", self, mat2, offs)
+    return _measured("scaled_grouped_mm", self, mat2, offs, fast=str(use_fast_accum).lower())
 
 
 # ---- the same with recipes: aten::_scaled_grouped_mm_v2 -------------------------------------------------------

@@ -4,7 +4,7 @@
 
     mx      e4m3, e5m2 or two e2m1 a byte, with an e8m0 code for 32 elements of the contraction
     block   e4m3 with a float32 scale for 128 x 128 (b alone)
-    plain   bfloat16 or float16 (a alone)
+    plain   bfloat16 or float16 (a; b only beside a plain a of its own dtype)
 
 NATIVE gives MX operands and their codes to the matrix instruction (gfx950). Elsewhere they are decoded to 16 bits:
 bfloat16 holds every MX value exactly (float32's range of exponents), and beside float16 rows a weight is rounded to
@@ -73,6 +73,8 @@ def _multiply(
         return tl.dot_scaled(b, b_codes, B_FORMAT, tl.trans(a), a_codes, A_FORMAT, acc)
     elif NATIVE:
         return tl.dot_scaled(a, a_codes, A_FORMAT, tl.trans(b), b_codes, B_FORMAT, acc)
+    elif B_KIND == "plain":
+        return _times(a, b, acc, SWAP)
     else:
         b_even, b_odd = _values(b, b_codes, like, B_KIND, B_PACK, TRUNCATE, BLOCK_N, BLOCK_K // B_PACK)
         if A_KIND == "mx":
@@ -124,7 +126,8 @@ def gemm_decoding_tiles(
     """``out[split, M, N]``: grid (tiles, splits), each split contracting ``split_steps`` tiles; bias is for one split.
 
     ``sam`` and ``sbn`` are strides of the stored elements' rows, ``ssa`` and ``ssb`` of the scales' (of 128 rows, if
-    swizzled or in blocks). BLOCK_K is a multiple of 128, and 128 where b is in blocks, of which BLOCK_N is no more.
+    swizzled or in blocks). BLOCK_K is a multiple of 128, and 128 where b is in blocks, of which BLOCK_N is no more;
+    without any scales it may be less.
     """
     a_cols: tl.constexpr = BLOCK_K // A_PACK
     b_cols: tl.constexpr = BLOCK_K // B_PACK
@@ -151,7 +154,7 @@ def gemm_decoding_tiles(
         b_codes = (
             b_scale + first // BLOCK_K * b_step + _code_offsets(n, N - n, ssb, B_SWIZZLED, BLOCK_N, blocks)
         )
-    else:
+    elif B_KIND == "block":
         b_codes = b_scale + n // 128 * ssb + first // 128
     if SWAP:
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -162,13 +165,14 @@ def gemm_decoding_tiles(
         x = _columns(a + a_offsets, left // A_PACK, TAIL, a_cols, 0.0)
         y = _columns(b + b_offsets, left // B_PACK, TAIL, b_cols, 0.0)
         p = 0
+        q = 0
         if A_KIND == "mx":
             p = _columns(a_codes, tl.cdiv(left, 32), TAIL, blocks, 127)
             a_codes += a_step
         if B_KIND == "mx":
             q = _columns(b_codes, tl.cdiv(left, 32), TAIL, blocks, 127)
             b_codes += b_step
-        else:
+        elif B_KIND == "block":
             q = tl.load(b_codes)
             b_codes += 1
         a += a_cols

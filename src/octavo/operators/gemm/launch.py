@@ -1,4 +1,4 @@
-"""Products of decoded operands by the Triton kernels: allocation and launches."""
+"""Products of decoded and of 16-bit operands by the Triton kernels: allocation and launches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from octavo import hardware
 from octavo.formats import ScaledTensor, ScaleLayout
 from octavo.launch import launch
-from octavo.matmul import launch_tables, triton_kernels
+from octavo.matmul import launch_tables, triton_kernels, triton_launch
+from octavo.matmul.launch_tables import Config
 from octavo.operators.gemm import kernels
 from octavo.operators.gemm.plan import Plan, splits
 
@@ -35,8 +36,21 @@ def _scales(x: ScaledTensor) -> torch.Tensor:
     return scale.view(torch.uint8) if x.format.is_mx else scale
 
 
-def _scale_stride(x: ScaledTensor, scale: torch.Tensor) -> int:
+def _read(x: torch.Tensor | ScaledTensor) -> tuple[torch.Tensor, torch.Tensor | None, ScaledTensor | None]:
+    """(stored elements, scales if any, the operand if it is quantized), rows contiguous."""
+    if isinstance(x, ScaledTensor):
+        return _stored(x), _scales(x), x
+    return (x if x.stride(1) == 1 else x.contiguous()), None, None
+
+
+def _wide(x: torch.Tensor | ScaledTensor, dtype: torch.dtype) -> torch.Tensor:
+    return decode(x, dtype) if isinstance(x, ScaledTensor) else x
+
+
+def _scale_stride(x: ScaledTensor | None, scale: torch.Tensor | None) -> int:
     """Elements from a row of scales to the next, or from 128 rows to the next where they are swizzled."""
+    if x is None or scale is None:
+        return 0
     if x.layout is ScaleLayout.SWIZZLED_32_4_4:
         return _cdiv(x.shape[1], 128) * 512
     return scale.stride(0)
@@ -55,7 +69,7 @@ def _side(name: str, x: ScaledTensor | None) -> dict[str, Any]:
 
 def product(
     a: torch.Tensor | ScaledTensor,
-    b: ScaledTensor,
+    b: torch.Tensor | ScaledTensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     plan: Plan,
@@ -64,7 +78,7 @@ def product(
 
     Args:
         a: 16-bit values, or an MX operand.
-        b: an MX operand, or beside 16-bit values one in 128 x 128 blocks.
+        b: an MX operand, or beside 16-bit values one in 128 x 128 blocks or values of a's dtype.
         bias: of any floating type.
         out: rows contiguous.
     """
@@ -72,29 +86,29 @@ def product(
     bias = None if bias is None else bias.contiguous()
     if plan.kind == "decode_first":
         wide = torch.bfloat16 if isinstance(a, ScaledTensor) else a.dtype
-        left = decode(a, wide) if isinstance(a, ScaledTensor) else a
-        return _multiply(left, decode(b, wide), bias, out)
-    scaled = a if isinstance(a, ScaledTensor) else None
-    left = _stored(scaled) if scaled is not None else a
-    assert isinstance(left, torch.Tensor)
-    left = left if left.stride(1) == 1 else left.contiguous()
-    left_scale = None if scaled is None else _scales(scaled)
-    right, right_scale = _stored(b), _scales(b)
+        return _multiply(_wide(a, wide), _wide(b, wide), bias, out)
+    if plan.kind == "boxes":
+        assert isinstance(a, torch.Tensor)
+        assert isinstance(b, torch.Tensor)
+        config = Config(
+            "plain", plan.tile, plan.warps, plan.stages, band=plan.band, split=plan.split, tma=True
+        )
+        return triton_launch.dense_mm(a, b, bias, out, config)
+    (left, left_scale, scaled), (right, right_scale, narrow) = _read(a), _read(b)
     (m, n), k = out.shape, b.shape[1]
     block_m, block_n, block_k = plan.tile
     tiles = _cdiv(m, block_m) * _cdiv(n, block_n)
     table = launch_tables.load(arch)
     parts, steps = splits(plan, tiles, k, table.processors)
     partial = out[None] if parts == 1 else out.new_empty((parts, m, n), dtype=torch.float32)
-    sides = {**_side("A", scaled), **_side("B", b)}
+    sides = {**_side("A", scaled), **_side("B", narrow)}
     words = ("KIND", "PACK", "FORMAT", "SWIZZLED")
     launch(
         kernels.gemm_decoding_tiles, (tiles, parts),
         (
             left, right, left_scale, right_scale, bias if parts == 1 else None, partial, m, n, k, steps,
             left.stride(0), right.stride(0),
-            0 if scaled is None or left_scale is None else _scale_stride(scaled, left_scale),
-            _scale_stride(b, right_scale), partial.stride(0), partial.stride(1),
+            _scale_stride(scaled, left_scale), _scale_stride(narrow, right_scale), partial.stride(0), partial.stride(1),
         ),
         {
             **{f"{side}_{word}": sides[f"{side}_{word}"] for word in words for side in "AB"},

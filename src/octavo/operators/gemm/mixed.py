@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from octavo import dispatch, hardware, library
 from octavo.formats import Format, ScaledTensor
+from octavo.operators import wins
 from octavo.operators.gemm import plan as plans
 from octavo.operators.gemm import reference
 
@@ -53,12 +57,41 @@ def why_not_kernel(x: torch.Tensor, weight: ScaledTensor, bias: torch.Tensor | N
     return hardware.why_no_triton(x.device)
 
 
-def run_kernel(x: torch.Tensor, weight: ScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The product by the kernel and the plan of the table."""
+_ignore_table = False
+
+
+@contextlib.contextmanager
+def forced() -> Iterator[None]:
+    """Inside the block no measurement is asked for: how kernels are timed. Holds for all threads."""
+    global _ignore_table
+    before, _ignore_table = _ignore_table, True
+    try:
+        yield
+    finally:
+        _ignore_table = before
+
+
+def measured(x: torch.Tensor, weight: ScaledTensor) -> str | None:
+    """Why the weight is better decoded first, by a table of wins; None where one says so or none names mixed_mm."""
+    architecture = hardware.architecture(x.device)
+    if "mixed_mm" not in wins.tables(architecture):
+        return None
+    sizes = {"m": x.shape[0], "n": weight.shape[0], "k": x.shape[1]}
+    name = plans.work_of(None, weight.format).rpartition(" ")[2]
+    return wins.why_not("mixed_mm", x.device, format=name, **sizes)
+
+
+def run_kernel(
+    x: torch.Tensor, weight: ScaledTensor, bias: torch.Tensor | None, plan: plans.Plan | None = None
+) -> torch.Tensor:
+    """The product by the plan of the table, or by decoding first where that was measured to be no slower."""
     from octavo.operators.gemm import launch
 
+    if plan is None:
+        plan = plans.choose(hardware.architecture(x.device), plans.work_of(None, weight.format), x.shape[0])
+        if plan.kind != "decode_first" and not _ignore_table and measured(x, weight) is not None:
+            plan = plans.Plan("decode_first")
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    plan = plans.choose(hardware.architecture(x.device), plans.work_of(None, weight.format), x.shape[0])
     return launch.product(x, weight, bias, out, plan)
 
 

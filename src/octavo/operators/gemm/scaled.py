@@ -1,4 +1,6 @@
-"""``torch._scaled_mm`` and ``F.scaled_mm`` with MX operands: their arguments read, refused or multiplied.
+"""``torch._scaled_mm`` and ``F.scaled_mm``: their arguments read; MX products refused or multiplied.
+
+Products with float32 scales, one a row or in blocks of 128, are handed to :mod:`.fp8`.
 
 PyTorch multiplies ``self[M, K] @ mat2[K, N]`` with ``self`` row-major and ``mat2`` column-major, one e8m0 scale for 32
 elements along K (``ScalingType.BlockWise1x32``). Its CUDA kernels want the scales swizzled (``SWIZZLE_32_4_4``), its
@@ -16,6 +18,7 @@ import torch
 from octavo import hardware
 from octavo.formats import MXFP4, MXFP8, MXFP8_E5M2, Format, ScaledTensor, ScaleLayout
 from octavo.operators import wins
+from octavo.operators.gemm import fp8
 from octavo.operators.gemm import plan as plans
 from octavo.operators.gemm.reference import swizzled_size
 from octavo.operators.override import is_copy_on_write
@@ -158,6 +161,15 @@ def measured(a: torch.Tensor, b: torch.Tensor) -> str | None:
 
 # ---- aten::_scaled_mm_v2 --------------------------------------------------------------------------------------
 
+OTHER_SCALES = "the scales of both operands are not BlockWise1x32, RowWise, or in blocks of 128"
+
+
+def _fp8_kinds(recipe_a: Sequence[int], recipe_b: Sequence[int]) -> fp8.Kinds | None:
+    if len(recipe_a) != 1 or len(recipe_b) != 1:
+        return None
+    kinds = fp8.RECIPES.get(recipe_a[0], ""), fp8.RECIPES.get(recipe_b[0], "")
+    return kinds if kinds in fp8.KINDS else None
+
 
 def _layouts(swizzles: Sequence[Sequence[int]]) -> tuple[ScaleLayout, ScaleLayout] | None:
     found = [LAYOUTS.get(swizzle[0] if swizzle else 0) for swizzle in swizzles]
@@ -181,15 +193,18 @@ def why_not_v2(
     use_fast_accum: bool = False,
 ) -> str | None:
     """Why the kernels are not right for a call of ``aten::_scaled_mm_v2``, or None."""
-    if list(recipe_a) != [BLOCKWISE_1X32] or list(recipe_b) != [BLOCKWISE_1X32]:
-        return "the scales of both operands are not BlockWise1x32"
+    kinds = _fp8_kinds(recipe_a, recipe_b)
+    if kinds is None and (list(recipe_a) != [BLOCKWISE_1X32] or list(recipe_b) != [BLOCKWISE_1X32]):
+        return OTHER_SCALES
     if len(scale_a) != 1 or len(scale_b) != 1:
         return "an operand has more than one tensor of scales"
     layouts = _layouts((swizzle_a, swizzle_b))
-    if layouts is None:
-        return "a swizzle is neither NO_SWIZZLE nor SWIZZLE_32_4_4"
+    if layouts is None or (kinds is not None and any((*swizzle_a, *swizzle_b))):
+        return "a swizzle is neither NO_SWIZZLE nor, of MX scales, SWIZZLE_32_4_4"
     if list(contraction_dim) not in ([], [1, 0], [-1, -2], [-1, 0], [1, -2]):
         return "the contraction is not over the last dimension of self and the first of mat2"
+    if kinds is not None:
+        return fp8.why_not(self, mat2, scale_a[0], scale_b[0], kinds, bias, out_dtype)
     return _why_not(self, mat2, (scale_a[0], scale_b[0]), layouts, bias, out_dtype, use_fast_accum)
 
 
@@ -210,6 +225,10 @@ _V1 = ("self", "mat2", "scale_a", "scale_b", "bias", "scale_result", "out_dtype"
 def run_v2(*args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
     """Serve a call of ``aten::_scaled_mm_v2`` that the gate accepted."""
     named = {**dict(zip(_V2, args)), **kwargs}
+    kinds = _fp8_kinds(named["recipe_a"], named["recipe_b"])
+    if kinds is not None:
+        named |= {"scale_a": named["scale_a"][0], "scale_b": named["scale_b"][0]}
+        return _run_fp8(named, kinds, out)
     layouts = _layouts((named["swizzle_a"], named["swizzle_b"]))
     assert layouts is not None
     a = _operand(named["self"], named["scale_a"][0], layouts[0])
@@ -219,9 +238,18 @@ def run_v2(*args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> torch.
     return scaled_mm(a, b, named.get("bias"), dtype, out=out)
 
 
+def _run_fp8(named: dict[str, Any], kinds: fp8.Kinds, out: torch.Tensor | None) -> torch.Tensor:
+    a, mat2, scale_a, scale_b = (named[word] for word in ("self", "mat2", "scale_a", "scale_b"))
+    fast_accum = bool(named.get("use_fast_accum"))
+    return fp8.run(a, mat2, scale_a, scale_b, kinds, named.get("bias"), fast_accum, out)
+
+
 def measured_v2(*args: Any, **kwargs: Any) -> str | None:
-    """``measured`` from the operators' arguments, of all four overloads."""
-    named = {**dict(zip(_V2[:2], args)), **kwargs}
+    """Why no measurement says that the kernels win for a call of ``aten::_scaled_mm_v2``, or None."""
+    named = {**dict(zip(_V2, args)), **kwargs}
+    kinds = _fp8_kinds(named["recipe_a"], named["recipe_b"])
+    if kinds is not None:
+        return fp8.measured(named["self"], named["mat2"], kinds, bool(named.get("use_fast_accum")))
     return measured(named["self"], named["mat2"])
 
 
@@ -231,6 +259,14 @@ def measured_v2(*args: Any, **kwargs: Any) -> str | None:
 def _layout_of_v1() -> ScaleLayout:
     """What PyTorch's older operator, which cannot be told, takes scales to be."""
     return ScaleLayout.PLAIN if torch.version.hip else ScaleLayout.SWIZZLED_32_4_4
+
+
+def _kinds_of_v1(
+    a: torch.Tensor, mat2: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor
+) -> fp8.Kinds | None:
+    if scale_a.dtype is not torch.float32 or scale_b.dtype is not torch.float32:
+        return None
+    return fp8.kinds_of_shapes(a, mat2, scale_a, scale_b)
 
 
 def why_not_v1(
@@ -244,10 +280,13 @@ def why_not_v1(
     use_fast_accum: bool = False,
 ) -> str | None:
     """Why the kernels are not right for a call of ``aten::_scaled_mm``, or None."""
-    if scale_a.dtype is not torch.float8_e8m0fnu or scale_b.dtype is not torch.float8_e8m0fnu:
-        return "the scales of both operands are not BlockWise1x32"
     if scale_result is not None:
         return "a scale of the result is asked for"
+    kinds = _kinds_of_v1(self, mat2, scale_a, scale_b)
+    if kinds is not None:
+        return fp8.why_not(self, mat2, scale_a, scale_b, kinds, bias, out_dtype)
+    if scale_a.dtype is not torch.float8_e8m0fnu or scale_b.dtype is not torch.float8_e8m0fnu:
+        return OTHER_SCALES
     layout = _layout_of_v1()
     return _why_not(self, mat2, (scale_a, scale_b), (layout, layout), bias, out_dtype, use_fast_accum)
 
@@ -262,9 +301,21 @@ def why_not_v1_out(*args: Any, out: torch.Tensor, **kwargs: Any) -> str | None:
 def run_v1(*args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
     """Serve a call of ``aten::_scaled_mm`` that the gate accepted."""
     named = {**dict(zip(_V1, args)), **kwargs}
+    kinds = _kinds_of_v1(*(named[word] for word in _V1[:4]))
+    if kinds is not None:
+        return _run_fp8(named, kinds, out)
     layout = _layout_of_v1()
     a = _operand(named["self"], named["scale_a"], layout)
     b = _operand(named["mat2"].t(), named["scale_b"], layout)
     dtype = named.get("out_dtype") if out is None else out.dtype
     assert dtype is not None
     return scaled_mm(a, b, named.get("bias"), dtype, out=out)
+
+
+def measured_v1(*args: Any, **kwargs: Any) -> str | None:
+    """Why no measurement says that the kernels win for a call of ``aten::_scaled_mm``, or None."""
+    named = {**dict(zip(_V1, args)), **kwargs}
+    kinds = _kinds_of_v1(*(named[word] for word in _V1[:4]))
+    if kinds is not None:
+        return fp8.measured(named["self"], named["mat2"], kinds, bool(named.get("use_fast_accum")))
+    return measured(named["self"], named["mat2"])
