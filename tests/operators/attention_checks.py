@@ -142,10 +142,11 @@ def values() -> int:
         spoiled[0, 0, 7, 3] = bad
         out, lse = attention.attention(q, spoiled, v, True, plan=plan())
         assert out[:, :, :7].isfinite().all(), "queries that do not see the key are untouched"
+        # PyTorch's CPU kernel, where infinite scores turn into NaN as in the formula; its CUDA kernels differ.
         want = torch.nn.functional.scaled_dot_product_attention(
-            q.float(), spoiled.float(), v.float(), is_causal=True
+            *(x.float().cpu() for x in (q, spoiled, v)), is_causal=True
         )
-        assert torch.equal(out.isnan(), want.isnan())
+        assert torch.equal(out.isnan().cpu(), want.isnan())
         grads = attention.attention_backward(g, q, spoiled, v, out, lse, True, plan=plan())
         assert all(grad.isnan().any() for grad in grads)
         count += 1
