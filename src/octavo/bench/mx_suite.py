@@ -36,13 +36,19 @@ TOLERANCE = 10 ** (-50 / 20)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
+@functools.cache
+def _e2m1(device: torch.device) -> torch.Tensor:
+    # Made once: nothing may be copied from the host while a graph is captured.
+    return torch.tensor([*_E2M1, *(-x for x in _E2M1)], device=device)
+
+
 def decode(data: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
     """bfloat16 values in plain PyTorch, as torch.compile can fuse them."""
     if not fmt.is_mx:
         wide = scale.repeat_interleave(128, 0)[: data.shape[0]].repeat_interleave(128, 1)[:, : data.shape[1]]
         return (data.float() * wide).bfloat16()
     if fmt.element.packed == 2:
-        table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], device=data.device)
+        table = _e2m1(data.device)
         codes = data.view(torch.uint8)
         values = torch.stack((table[(codes & 15).int()], table[(codes >> 4).int()]), -1).flatten(1)
     else:
