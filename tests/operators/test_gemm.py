@@ -18,12 +18,12 @@ from octavo.operators.gemm import plan, reference, scaled
 HERE = Path(__file__).parent
 
 
-def run(script: str, group: str) -> list[str]:
+def run(script: str, *group: str) -> list[str]:
     """What a program of this folder prints, run with Triton's interpreter."""
     pytest.importorskip("triton", reason="the kernels are written in Triton")
     pytest.importorskip("ml_dtypes", reason="the interpreter needs ml_dtypes' conversions")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", str(HERE / script), group]
+    command = [sys.executable, "-W", "ignore", str(HERE / script), *group]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.split()
@@ -59,6 +59,24 @@ def test_kernels_in_the_interpreter(group: str, count: int) -> None:
 )
 def test_overrides_on_the_cpu(group: str) -> None:
     assert run("gemm_registry.py", group) == [group, "passed"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_dense_products_are_choices_of_inductor() -> None:
+    groups = "offered,forced,measured,refused,off,handler,seam"
+    assert run("gemm_inductor.py", groups)[-2:] == [groups, "passed"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_compiled_graphs_are_found_only_where_the_same_choices_are_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    ways = {"forced": "miss", "forced again": "hit", "stock": "miss", "other": "miss"}
+    for way, found in ways.items():
+        assert run("gemm_inductor.py", "cached", way.split()[0])[-3] == found, way
 
 
 def test_swizzled_scales_lie_where_cublas_reads_them() -> None:

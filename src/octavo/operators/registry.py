@@ -34,7 +34,11 @@ OPERATORS = {
     "attention": "octavo.operators.attention",
     "gemm": "octavo.operators.gemm",
 }
-"""Names that ``enable`` takes, and the module that holds each one's OVERRIDES, and ``prepare()`` if it needs more."""
+"""Names that ``enable`` takes, and the module that holds each one's OVERRIDES.
+
+A module that needs more has ``prepare()``, called once, ``turned(enabled, forced)``, called with every change of the
+switch, and ``counted()`` and ``reset()`` for what it serves beside the overrides.
+"""
 
 MEASURED = (
     "topk",
@@ -59,13 +63,13 @@ class OperatorStatus:
     """What happened to the calls of one overload since the process started.
 
     Args:
-        overload: e.g. ``"aten::topk"``.
+        overload: e.g. ``"aten::topk"``, or ``"inductor::mm"`` for choices that torch.compile was offered.
         enabled: whether its calls are considered at present.
         forced: whether calls without a measurement are taken.
         taken: calls that Octavo's kernel served.
         refused: calls that went to PyTorch's kernel while enabled, by reason.
         table: the run behind the table of measured wins, per architecture of the process's devices; empty if none.
-        router: ``"c++"`` if the compiled router serves it, else ``"python"``.
+        router: ``"c++"`` if the compiled router serves it, ``"inductor"`` for choices, else ``"python"``.
     """
 
     overload: str
@@ -84,6 +88,11 @@ class _Switch:
     enabled: bool = False
     forced: bool = False
     routes: list[_Route] = field(default_factory=list)
+    module: Any = None
+
+    def hook(self, name: str, *args: Any) -> Any:
+        """Call what the operator's module has under this name, if anything."""
+        return getattr(self.module, name, lambda *_: None)(*args)
 
     def turn(self, enabled: bool, forced: bool) -> None:
         """Set the state, here and in compiled routers."""
@@ -91,6 +100,7 @@ class _Switch:
         for route in self.routes:
             if route.native is not None:
                 route.native.switch(enabled, forced)
+        self.hook("turned", enabled, forced)
 
 
 @dataclass(frozen=True)
@@ -218,10 +228,10 @@ def _switch(name: str, force: bool = False) -> _Switch:
             switch = _switches[name] = _Switch()
         # PyTorch registers GPU kernels of both vendors under this key, and has none in a CPU build.
         if torch.version.cuda or torch.version.hip:
-            module = importlib.import_module(OPERATORS[name])
-            _register_missing(switch, module.OVERRIDES, force)
+            switch.module = importlib.import_module(OPERATORS[name])
+            _register_missing(switch, switch.module.OVERRIDES, force)
             if first:
-                getattr(module, "prepare", lambda: None)()
+                switch.hook("prepare")
         return switch
 
 
@@ -322,6 +332,9 @@ def status() -> list[OperatorStatus]:
                     "python" if route.native is None else "c++",
                 )
             )
+        for overload, (taken, refused) in (switch.hook("counted") or {}).items():
+            state = switch.enabled, switch.forced
+            out.append(OperatorStatus(overload, *state, taken, refused, _tables(name), "inductor"))
     return out
 
 
@@ -330,6 +343,7 @@ def reset_counts() -> None:
     for switch in _switches.values():
         for route in switch.routes:
             route.reset()
+        switch.hook("reset")
 
 
 def why_not(name: str, overload: str, *args: Any, **kwargs: Any) -> str | None:

@@ -4,7 +4,8 @@
 Hopper and MI300; with ``octavo.operators.enable("gemm")`` they run there, decoded exactly inside the kernel. What the
 kernels are right for is decided in :mod:`.scaled`; a refused call keeps PyTorch's kernel and its error.
 Grouped products (``torch._grouped_mm``, ``F.grouped_mm``, ``_scaled_grouped_mm``) are in :mod:`.grouped`, FP8 products
-with a scale a row or in blocks of 128 in :mod:`.fp8`, and plain 16-bit ones in :mod:`.dense`.
+with a scale a row or in blocks of 128 in :mod:`.fp8`, plain 16-bit ones in :mod:`.dense`, and under torch.compile in
+:mod:`.compiled`.
 :func:`mixed_mm` is no operator of PyTorch's: layers of :mod:`octavo.serving` call it.
 """
 
@@ -13,12 +14,14 @@ from __future__ import annotations
 import torch
 
 from octavo.operators import inductor
-from octavo.operators.gemm import dense, grouped, scaled
+from octavo.operators.gemm import compiled, dense, grouped, scaled
 from octavo.operators.gemm.mixed import mixed_mm
 from octavo.operators.gemm.scaled import scaled_mm
 from octavo.operators.override import Override
 
-__all__ = ["OVERRIDES", "mixed_mm", "prepare", "scaled_mm"]
+__all__ = ["OVERRIDES", "counted", "mixed_mm", "prepare", "reset", "scaled_mm", "turned"]
+
+turned, counted, reset = compiled.turned, compiled.counted, compiled.reset
 
 
 def prepare() -> None:
