@@ -207,7 +207,7 @@ def checks(seconds: float, workers: int) -> None:
 
 
 def calls() -> None:
-    """PyTorch's function with MX operands, eager and compiled."""
+    """PyTorch's functions as a user calls them: MX operands, eager and compiled, and a linear layer under Inductor."""
     import torch
     import torch.nn.functional as F
 
@@ -231,7 +231,37 @@ def calls() -> None:
         print(name, f"{error:.2e}", flush=True)
         if error > TOLERANCE:
             raise SystemExit(f"F.scaled_mm, {name}, is wrong")
+    _linear()
     print(*(f"{s.overload}: {s.taken} taken {s.refused}" for s in operators.status() if s.taken or s.refused))
+
+
+def _linear() -> None:
+    """Dense products as choices of Inductor: timed beside PyTorch's own, and alone."""
+    import torch
+    import torch.nn.functional as F
+
+    from octavo import operators
+    from octavo.bench.agreement import relative_error
+    from octavo.bench.mx_suite import TOLERANCE
+
+    tuned = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN"}
+    x, w = (torch.randn(n, 4096, device="cuda", dtype=torch.bfloat16) for n in (16, 4096))
+    bias = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
+    for force, options in ((False, tuned), (True, None)):
+        with operators.enabled("gemm", force=force):
+            for tensors in ((x, w), (x, w, bias)):
+                torch._dynamo.reset()
+                got = torch.compile(F.linear, fullgraph=True, dynamic=False, options=options)(*tensors)
+                error = relative_error(got, F.linear(*(t.double() for t in tensors)))
+                print(
+                    "compiled F.linear",
+                    "alone" if force else "timed",
+                    len(tensors),
+                    f"{error:.2e}",
+                    flush=True,
+                )
+                if error > TOLERANCE:
+                    raise SystemExit("compiled F.linear is wrong")
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------

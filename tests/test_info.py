@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from octavo import info
+from octavo.operators import wins
+from octavo.operators.gemm.scaled import OTHER_SCALES
 
 
 def test_info_is_json_and_names_every_kernel_with_a_reason_or_none():
@@ -63,3 +65,37 @@ def test_parse_shape():
     assert info.parse_shape("8192x4096") == (8192, 4096)
     with pytest.raises(ValueError, match="joined by x"):
         info.parse_shape("8192*4096")
+
+
+def test_explain_says_why_an_operator_of_pytorch_stays_its_own(monkeypatch):
+    box = {"format": ["rowwise"], "fast": ["true"], "m": [16, 64], "n": [4096, 4096], "k": [4096, 4096]}
+    monkeypatch.setattr(
+        wins, "tables", lambda arch: {"scaled_mm": wins.Table((box,), "a test"), "mm": wins.Table((), "")}
+    )
+    wins._decide.cache_clear()
+    asked = {
+        (16, "rowwise"): None,
+        (17, "rowwise"): None,
+        (128, "rowwise"): wins.NOT_A_WIN,
+        (16, "tensorwise"): OTHER_SCALES,
+        (17, "blockwise"): "1x128 scales want a multiple of 4 rows",
+        (16, "blockwise"): wins.NOT_A_WIN,
+        # No measurement is asked for where PyTorch has no product.
+        (16, "mxfp8"): None,
+    }
+    for (rows, recipe), reason in asked.items():
+        shapes = [(rows, 4096), (4096, 4096)]
+        found = info.explain_operators("scaled_mm", shapes, recipe=recipe, arch="sm_90")
+        assert found == [("aten::_scaled_mm_v2", reason)], (rows, recipe)
+    assert info.explain_operators("mm", [(16, 4096), (4096, 4096)], arch="sm_90") == [
+        ("aten::mm", wins.NOT_A_WIN)
+    ]
+    assert info.explain_operators("quantize", [(16, 4096)], arch="sm_90") == []
+    wins._decide.cache_clear()
+
+
+@pytest.mark.parametrize("op", info.OPS)
+def test_explained_operators_are_asked_with_arguments_they_take(op):
+    for overload, reason in info.explain_operators(op, info._sample_shapes(op), arch="sm_90"):
+        assert overload.startswith("aten::")
+        assert reason is None or "measured" in reason, (op, reason)

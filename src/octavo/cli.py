@@ -11,7 +11,7 @@ import importlib
 import json
 import sys
 from collections.abc import Iterable
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -160,20 +160,21 @@ def explain(
     try:
         if dtype not in dtypes:
             raise ValueError(f"--dtype is {dtype!r}: choose one of {', '.join(dtypes)}")
-        verdicts = description.explain(
-            op,
-            [description.parse_shape(shape) for shape in shapes or []],
-            recipe=recipe,
-            product=product,
-            dtype=dtypes[dtype],
-            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
-            arch=arch,
-        )
+        asked = (op, [description.parse_shape(shape) for shape in shapes or []])
+        options: dict[str, Any] = {
+            "recipe": recipe, "product": product, "dtype": dtypes[dtype], "arch": arch,
+            "device": device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        }  # fmt: skip
+        verdicts = description.explain(*asked, **options)
+        behind = description.explain_operators(*asked, **options)
     except (ValueError, RuntimeError) as error:  # RuntimeError: a device that PyTorch does not know
         raise typer.Exit(_bad_input(str(error))) from None
     rows = [_verdict_row(v.kernel, v.reason, v.chosen) for v in verdicts]
     where = f" on {arch}" if arch else ""
     _show(f"{op} {' '.join(shapes or [])}, {recipe}, {product}{where}", ["kernel", "serves"], rows)
+    if behind:
+        rows = [_verdict_row(overload, reason, False) for overload, reason in behind]
+        _show("behind PyTorch's operators, where octavo.operators is enabled", ["operator", "served"], rows)
 
 
 def _verdict_row(kernel: str, reason: str | None, chosen: bool) -> tuple[str, str]:

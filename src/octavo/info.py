@@ -6,7 +6,7 @@ Both ask the real dispatch with fake tensors (shapes without memory), so they ne
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ OPS = (
     "scaled_mm",
     "scaled_grouped_mm",
     "grouped_mm",
+    "mm",
     "rms_norm",
 )
 SHAPES = {
@@ -35,8 +36,11 @@ SHAPES = {
     "scaled_mm": "MxK NxK",
     "scaled_grouped_mm": "MxK GxNxK",
     "grouped_mm": "MxK GxNxK",
+    "mm": "MxK NxK",
     "rms_norm": "MxN",
 }
+HIGH_PRECISION = ("grouped_mm", "mm", "rms_norm")
+"""Ops of operands that no recipe quantizes."""
 _SAMPLE = {1: (4096, 4096), 2: (4096, 4096), 3: (8, 4096, 4096)}
 
 
@@ -108,6 +112,41 @@ def explain(
     Raises:
         ValueError: for an unknown op, recipe or product, or shapes that do not fit the op.
     """
+    with _asked(op, shapes, recipe, product, dtype, device, arch) as arguments:
+        return dispatch.explain(op, *arguments)
+
+
+def explain_operators(
+    op: str,
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    recipe: str = "rowwise",
+    product: str = "output",
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+    arch: str | None = None,
+) -> list[tuple[str, str | None]]:
+    """As ``explain``, for PyTorch's operators that do the same: (overload, why it stays PyTorch's, or None).
+
+    Empty for an op that no operator of PyTorch's does.
+    """
+    from octavo.operators.gemm.explain import verdicts
+
+    with _asked(op, shapes, recipe, product, dtype, device, arch) as arguments:
+        return verdicts(op, arguments)
+
+
+@contextlib.contextmanager
+def _asked(
+    op: str,
+    shapes: Sequence[tuple[int, ...]],
+    recipe: str,
+    product: str,
+    dtype: torch.dtype,
+    device: str,
+    arch: str | None,
+) -> Iterator[tuple[Any, ...]]:
+    """The arguments of the op's kernels as fake tensors, on the architecture that is asked about."""
     if op not in OPS:
         raise ValueError(f"unknown op {op!r}; use one of {', '.join(OPS)}")
     _check_shapes(op, shapes)
@@ -117,11 +156,11 @@ def explain(
     with assumed, FakeTensorMode():
         place = torch.device("cuda" if arch else device)
         formats = get_recipe(recipe).product(product, place)
-        if formats is None and op not in ("grouped_mm", "rms_norm"):
+        if formats is None and op not in HIGH_PRECISION:
             raise ValueError(f"recipe {recipe!r} runs {product!r} in high precision: no kernel to explain")
         pair = (formats.a, formats.b) if formats else (MXFP8, MXFP8)
         fast = bool(formats and formats.fast_accum)
-        return dispatch.explain(op, *_arguments(op, shapes, pair, fast, dtype, place))
+        yield _arguments(op, shapes, pair, fast, dtype, place)
 
 
 def _check_shapes(op: str, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -147,6 +186,8 @@ def _arguments(
         return x, formats[0], False
     if op == "quantize_both":
         return x, *formats
+    if op == "mm":
+        return x, torch.empty(shapes[1], dtype=dtype, device=device)
     groups = shapes[1][0]
     offs = torch.empty(groups, dtype=torch.int32, device=device)
     if op == "quantize_grouped":
