@@ -73,14 +73,10 @@ def tiles(out: Path, rooms: tuple[str, ...], seconds: float, workers: int) -> No
 
 def suite(name: str, out: Path, seconds: float, workers: int) -> None:
     """A suite of ``octavo bench`` in a process of its own, ended after ``seconds``; what it has is kept."""
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_suite, args=(name, str(out), workers))
-    process.start()
-    process.join(seconds)
-    if process.is_alive():
+    from octavo.bench import limited
+
+    if limited.run(_suite, (name, str(out), workers), seconds) is None:
         print(f"out of time in suite {name}; {out} holds the cases so far", flush=True)
-        process.kill()
-    process.join()
 
 
 def _suite(name: str, out: str, workers: int) -> None:

@@ -212,8 +212,8 @@ def calls() -> None:
     import torch.nn.functional as F
 
     from octavo import operators, quantize
-    from octavo.bench.agreement import relative_error
-    from octavo.bench.mx_suite import FORMATS, TOLERANCE
+    from octavo.bench.agreement import TOLERANCE, relative_error
+    from octavo.bench.mx_suite import FORMATS
     from octavo.matmul import reference as matmul_reference
     from octavo.operators.gemm import reference
 
@@ -241,8 +241,7 @@ def _linear() -> None:
     import torch.nn.functional as F
 
     from octavo import operators
-    from octavo.bench.agreement import relative_error
-    from octavo.bench.mx_suite import TOLERANCE
+    from octavo.bench.agreement import TOLERANCE, relative_error
 
     tuned = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN"}
     x, w = (torch.randn(n, 4096, device="cuda", dtype=torch.bfloat16) for n in (16, 4096))
@@ -270,8 +269,7 @@ def _linear() -> None:
 def _time(call: Any, sets: list[Any], want: Any) -> dict[str, Any]:
     import torch
 
-    from octavo.bench.agreement import relative_error
-    from octavo.bench.mx_suite import TOLERANCE
+    from octavo.bench.agreement import TOLERANCE, relative_error
 
     outs = [torch.empty(want.shape, dtype=torch.bfloat16, device="cuda") for _ in sets]
     try:
@@ -299,11 +297,9 @@ def _time(call: Any, sets: list[Any], want: Any) -> dict[str, Any]:
 
 def _sets(work: str, rows: int, n: int, k: int) -> list[Any]:
     from octavo.bench import timing
-    from octavo.formats import ScaledTensor
 
     first = operands(work, rows, n, k)
-    tensors = [t for x in first for t in ((x.data, x.scale) if isinstance(x, ScaledTensor) else (x,))]
-    count = min(48, timing.copies(timing.nbytes(tensors)))
+    count = timing.copies(timing.nbytes(first), most=48)
     return [first, *(operands(work, rows, n, k) for _ in range(count - 1))]
 
 
@@ -435,16 +431,12 @@ def compiled(out: Path) -> None:
 
 
 def _limited(target: Any, arguments: tuple[Any, ...], seconds: float) -> int | None:
-    """The exit code of ``target`` in a process of its own; None if it had to be ended."""
-    process = multiprocessing.get_context("spawn").Process(target=target, args=arguments)
-    process.start()
-    process.join(seconds)
-    if process.is_alive():
+    from octavo.bench import limited
+
+    code = limited.run(target, arguments, seconds)
+    if code is None:
         print(f"out of time; {arguments[0]} holds what there is", flush=True)
-        process.kill()
-        process.join()
-        return None
-    return process.exitcode
+    return code
 
 
 def _plans_part(out: Path, seconds: float) -> None:

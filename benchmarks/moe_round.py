@@ -146,15 +146,12 @@ def tiles(out: Path, seconds: float, workers: int) -> None:
 
 
 def _in_a_process(out: Path, seconds: float, workers: int) -> None:
-    # A process of its own, as the suites: one that hangs in the driver can be ended.
-    process = multiprocessing.get_context("spawn").Process(target=tiles, args=(out, seconds, workers))
-    process.start()
-    process.join(seconds + GRACE)
-    if process.is_alive():
+    from octavo.bench import limited
+
+    code = limited.run(tiles, (out, seconds, workers), seconds + GRACE)
+    if code is None:
         print(f"out of time in tiles; {out} holds the spaces so far", flush=True)
-        process.kill()
-    process.join()
-    print(f"== tiles: exit {process.exitcode}", flush=True)
+    print("== tiles: exit", code, flush=True)
 
 
 def _write(path: Path, content: Any) -> None:
@@ -165,15 +162,13 @@ def _write(path: Path, content: Any) -> None:
 
 def suite(name: str, out: Path, seconds: float) -> None:
     """A suite in a process of its own that starts no case after ``seconds``; what it has is on disk."""
+    from octavo.bench import limited
+
     started = time.monotonic()
-    process = multiprocessing.get_context("spawn").Process(target=_suite, args=(name, str(out), seconds))
-    process.start()
-    process.join(seconds + GRACE)
-    if process.is_alive():
+    code = limited.run(_suite, (name, str(out), seconds), seconds + GRACE)
+    if code is None:
         print(f"out of time in suite {name}; {out} holds the cases so far", flush=True)
-        process.kill()
-    process.join()
-    print(f"== {name}: {time.monotonic() - started:.0f} s, exit {process.exitcode}", flush=True)
+    print(f"== {name}: {time.monotonic() - started:.0f} s, exit {code}", flush=True)
 
 
 def _suite(name: str, out: str, seconds: float) -> None:

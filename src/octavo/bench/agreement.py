@@ -6,6 +6,11 @@ from typing import Any
 
 import torch
 
+TOLERANCE = 10 ** (-50 / 20)
+"""Relative error of a bfloat16 product: 50 dB."""
+FAST_TOLERANCE = 10 ** (-40 / 20)
+"""The same where the accumulator may be Hopper's of 14 bits."""
+
 
 def sqnr_db(result: torch.Tensor, wanted: torch.Tensor) -> float:
     """Signal to quantization noise ratio of ``result`` against ``wanted`` in dB; minus infinity with a NaN."""

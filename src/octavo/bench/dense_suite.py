@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from octavo import operators
 from octavo.bench import published
-from octavo.bench.agreement import relative_error
+from octavo.bench.agreement import TOLERANCE, relative_error
 from octavo.bench.cases import Case
 from octavo.bench.timing import Contender, Inputs
 
@@ -24,8 +24,6 @@ LAYERS = {
 }
 """(out features, in features) of the fused qkv, the output, the fused gate and up, and the down projection."""
 BIASED = ((16, 4096, 4096), (256, 4096, 4096), (4096, 4096, 4096))
-TOLERANCE = 10 ** (-50 / 20)
-"""Relative error of a bfloat16 output: 50 dB."""
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -20,17 +20,13 @@ import torch
 import octavo
 from octavo.bench import published, routings, stock_moe
 from octavo.bench.cases import Case
-from octavo.bench.grouped_suite import agrees, by_triton
+from octavo.bench.grouped_suite import RECIPES, agrees, by_triton
 from octavo.bench.timing import Contender, Contenders, Inputs
 from octavo.training.expert_spanning import route, routed_experts, sorted_experts
 from octavo.training.recipes import Recipe
 
 CHOICES = {"DeepSeek-MoE-16B": 6, "Llama4 16E": 1}
 """Experts a token is sent to, of the models whose whole routing is on one rank."""
-RECIPES = (
-    ("rowwise", "default"), ("rowwise", "all"), ("blockwise", "default"), ("rowwise_with_gw_hp", "default"),
-    ("tensorwise", "all"), ("mxfp8", "default"),
-)  # fmt: skip
 FLOOR_DB = 17.0
 """Least agreement of output and gradients with BF16 (docs/moe.md: 20 dB and more against float64)."""
 NAMES = ("output", "x", "w1", "w3", "w2", "scores")

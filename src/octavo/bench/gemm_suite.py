@@ -13,17 +13,13 @@ import torch.nn.functional as F
 
 from octavo import hardware, operators, quantize
 from octavo.bench import published
-from octavo.bench.agreement import relative_error
+from octavo.bench.agreement import FAST_TOLERANCE, TOLERANCE, relative_error
 from octavo.bench.cases import Case
 from octavo.bench.timing import Contender, Inputs
 from octavo.formats import E4M3FN, Format, ScaledTensor
 from octavo.matmul import reference
 
 SCALED_GROUPED_MM = torch._scaled_grouped_mm  # pyright: ignore[reportPrivateImportUsage]
-TOLERANCE = 10 ** (-50 / 20)
-"""Relative error of a bfloat16 output: 50 dB."""
-FAST_TOLERANCE = 10 ** (-40 / 20)
-"""The same where the accumulator may be Hopper's of 14 bits."""
 
 
 def check(inputs: Inputs, result: Any) -> None:

@@ -14,20 +14,15 @@ import torch
 from octavo import formats as F
 from octavo.bench import published
 from octavo.bench.agreement import same_bits, sqnr_db
-from octavo.bench.grouped_suite import Layer, operands
-from octavo.bench.launch_tuning import SQNR_DB, Space
+from octavo.bench.grouped_suite import FAST_DB, Layer, operands
+from octavo.bench.launch_tuning import B1, B128, ROW, SQNR_DB, Space
 from octavo.bench.timing import Inputs
-from octavo.formats import Format
 from octavo.matmul import candidates as product_candidates
 from octavo.matmul import launch_tables as product_tables
 from octavo.quantize import alignment, candidates
 from octavo.training.recipes import Product
 
 SHAPES = ("DeepSeek-V3 EP8", "DeepSeek-MoE-16B")
-FAST_DB = 30.0
-ROW, B1, B128 = (
-    Format(F.E4M3FN, "rowwise", "power_of_two"), Format(F.E4M3FN, "1x128"), Format(F.E4M3FN, "128x128"),
-)  # fmt: skip
 PRODUCTS = {
     "rows epilogue": ("output", Product(ROW, ROW)),
     "rows fast epilogue": ("output", Product(ROW, ROW, fast_accum=True)),

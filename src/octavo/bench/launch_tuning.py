@@ -24,7 +24,7 @@ from octavo import hardware
 from octavo.bench import timing
 from octavo.bench.agreement import same_bits, sqnr_db
 from octavo.bench.timing import Contender, Inputs
-from octavo.formats import Format, ScaledTensor
+from octavo.formats import Format
 from octavo.matmul import candidates as product_candidates
 from octavo.matmul import launch_tables as product_tables
 from octavo.quantize import candidates, launch_tables
@@ -171,16 +171,14 @@ def spaces(rooms: tuple[str, ...] = ("quantize", "fused", "matmul", "experts")) 
         yield from grouped_tuning.spaces()
 
 
-def _copies(inputs: Inputs) -> int:
-    parts = [(x.data, x.scale) if isinstance(x, ScaledTensor) else (x,) for x in inputs]
-    return timing.copies(timing.nbytes([t for part in parts for t in part]), most=8)
-
-
 def time_space(space: Space, rounds: int = 7) -> list[Row]:
     """Check the table's launch and every candidate, and time what is right: rows with ``ms`` or ``error``."""
     sets, rows = space.make(), []
     # Replayed as a graph: the host takes longer to launch most of these than the device to run them.
-    many = [[inputs, *(copy.deepcopy(inputs) for _ in range(_copies(inputs) - 1))] for inputs in sets]
+    many = [
+        [inputs, *(copy.deepcopy(inputs) for _ in range(timing.copies(timing.nbytes(inputs), most=8) - 1))]
+        for inputs in sets
+    ]
     for candidate in ({}, *space.candidates):
         row: Row = {"room": space.room, "case": space.name, "candidate": _plain(candidate)}
         rows.append(row)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from octavo import operators, quantize
 from octavo.bench import published
-from octavo.bench.agreement import relative_error
+from octavo.bench.agreement import TOLERANCE, relative_error
 from octavo.bench.cases import Case
 from octavo.bench.timing import Contender, Inputs
 from octavo.formats import E4M3FN, MXFP4, MXFP8, Format, ScaledTensor
@@ -31,8 +31,6 @@ FORMATS = {"mxfp8": MXFP8, "mxfp4": MXFP4, "block": Format(E4M3FN, "128x128")}
 LAYERS = ((4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192))
 MIXED = tuple((m, n, k) for n, k in LAYERS for m in (1, 16, 64, 256, 2048))
 """Rows of a decoding step and of a prompt, by layers of an 8B and a 70B Llama."""
-TOLERANCE = 10 ** (-50 / 20)
-"""Relative error of a bfloat16 output: 50 dB."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 ROUTINGS = ("uniform", "skewed", "empty", "ragged")
@@ -33,7 +35,7 @@ def sizes(routing: str, rows: int, experts: int) -> tuple[int, ...]:
         weights = [1.0] * experts
     else:
         # Ranks walk through the experts in steps that share no factor with their number.
-        step = next(s for s in range(max(1, 5 * experts // 8), 2 * experts + 2) if _coprime(s, experts))
+        step = next(s for s in range(max(1, 5 * experts // 8), 2 * experts + 2) if math.gcd(s, experts) == 1)
         weights = [0.0] * experts
         for rank in range(experts):
             weights[rank * step % experts] = (1 + rank) ** -SKEW
@@ -49,12 +51,6 @@ def sizes(routing: str, rows: int, experts: int) -> tuple[int, ...]:
             found[expert], found[expert + 1] = found[expert] - moved, found[expert + 1] + moved
         found[found.index(max(found))] -= TAIL
     return tuple(found)
-
-
-def _coprime(a: int, b: int) -> bool:
-    while b:
-        a, b = b, a % b
-    return a == 1
 
 
 def ends(found: tuple[int, ...]) -> torch.Tensor:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from octavo.formats import ScaledTensor
+
 Inputs = tuple[Any, ...]
 
 
@@ -65,8 +67,10 @@ def copies(input_bytes: int, most: int = 2048) -> int:
 
 
 def nbytes(inputs: Sequence[Any]) -> int:
-    """Bytes of the tensors among ``inputs``."""
-    return sum(t.numel() * t.element_size() for t in inputs if isinstance(t, torch.Tensor))
+    """Bytes of the tensors among ``inputs``, codes and scales of quantized ones."""
+    parts = [(x.data, x.scale) if isinstance(x, ScaledTensor) else (x,) for x in inputs]
+    tensors = [t for part in parts for t in part if isinstance(t, torch.Tensor)]
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _capture(function: Contender, sets: Sequence[Inputs]) -> torch.cuda.CUDAGraph:
